@@ -1,0 +1,65 @@
+"""Every setting and every limit of `watch`, checked when it is built. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flowscope.errors import FlowscopeError
+
+Family = Literal["flow", "depth", "parameters"]
+
+
+class WatchConfig(BaseModel):
+    """Settings of `watch(config=...)`; each limit names its source, or says "heuristic" where it is ours."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # what is measured
+    metrics: tuple[Family, ...] = ("flow", "depth", "parameters")
+    slow_every: int = Field(10, ge=0, description="each n-th sampled step also runs the slow probes; 0 never")
+    branch_alignment: bool = Field(False, description="Hutchinson estimate of tr(J_f)/D on the slow schedule")
+    positions: int = Field(256, ge=2, description="positions per call for per-position statistics; exact when B*T fits")
+    units: int = Field(1024, ge=1, description="units per activation module for dead_fraction; exact when they fit")
+    update_samples: int = Field(4096, ge=1, description="entries per parameter for update_ratio; exact when they fit")
+    max_records: int = Field(1000, ge=1, description="how many records scope.records keeps")
+    max_alerts: int = Field(1000, ge=1, description="how many alerts scope.alerts keeps")
+
+    # sinks
+    console: Literal["off", "alerts", "records"] = "off"
+    images_every: int = Field(10, ge=0, description="each n-th record writes images to TensorBoard; 0 never")
+
+    # alerts: when
+    warmup_records: int = Field(2, ge=1, description="a warning needs its condition on this many records in a row")
+    resolve_records: int = Field(3, ge=1, description="an alert is resolved after this many clean records in a row")
+
+    # alerts: limits
+    vanishing_product: float = Field(1e-3, gt=0, description="least gradient product (heuristic, formulas: Post-LN)")
+    vanishing_gain: float = Field(0.9, gt=0, description="a block with less gain belongs to the bad stretch (heuristic)")
+    exploding_product: float = Field(1e4, gt=0, description="largest gradient product (heuristic)")
+    exploding_growth: float = Field(1e3, gt=0, description="gradient norm over its first steps' median (heuristic)")
+    drift: float = Field(1e2, gt=1, description="factor off the model's own first steps that counts (heuristic)")
+    token_cosine: float = Field(0.999, gt=0, le=1, description="mean cosine between tokens (heuristic: Post-LN 1.000)")
+    representation_cosine: float = Field(0.9999, gt=0, le=1, description="adjacent cosine (heuristic; baseline-aware)")
+
+
+def make_config(config: WatchConfig | dict[str, Any] | None) -> WatchConfig:
+    """Return a `WatchConfig` from what `watch(config=...)` was given.
+
+    Raises:
+        FlowscopeError: an unknown key or a value out of range; the message lists the known keys.
+    """
+    if config is None:
+        return WatchConfig()
+    if isinstance(config, WatchConfig):
+        return config
+    if not isinstance(config, dict):
+        raise FlowscopeError(f"watch(config=...): got {type(config).__name__}, expected a dict or WatchConfig.")
+    try:
+        return WatchConfig(**config)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise FlowscopeError(
+            f"watch(config=...): {wrong}. Known keys: {', '.join(sorted(WatchConfig.model_fields))}."
+        ) from None

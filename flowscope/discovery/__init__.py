@@ -1,0 +1,1 @@
+"""Where to look: the depth axis of a model (flows) and the merges of its residual branches (sites)."""

@@ -1,0 +1,228 @@
+"""What one sampled step says, as plain numbers: everything behind the probes (detectors, sinks, panels) reads only these.
+
+Axis letters: L depth (blocks of a flow), L+1 its points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowscope.errors import FlowscopeError
+
+Severity = Literal["info", "warning", "error"]
+Key = str | tuple[str, str]
+
+
+def metric_key(metric: str, flow: str | None) -> str:
+    """The key of a metric in `Record.metrics`: `metric` for the first flow (flow None), `metric@flow` for others."""
+    return metric if flow is None else f"{metric}@{flow}"
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """The inverse of `metric_key`."""
+    metric, _, flow = key.partition("@")
+    return metric, flow or None
+
+
+@dataclass(frozen=True)
+class FlowLayout:
+    """What detectors and panels need to know of a flow, without the model.
+
+    `kind` is one of "blocks" (a stack of residual or other blocks), "stage" (one stage of a convnet), "network" (all
+    stages behind each other), "chain" (parametrised layers one after another), "concat" (DenseNet: a point is a
+    layer's new features), "time" (calls or steps of a recurrent layer).
+    """
+
+    name: str
+    kind: str
+    points: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """Written once at the head of a run (and again when the layout changes): what the rows of the metrics are."""
+
+    version: str
+    flows: tuple[FlowLayout, ...]
+    labels: Mapping[str, tuple[str, ...]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_json` is its inverse."""
+        return {
+            "type": "run",
+            "version": self.version,
+            "flows": [
+                {"name": f.name, "kind": f.kind, "points": list(f.points), "blocks": list(f.blocks)} for f in self.flows
+            ],
+            "labels": {key: list(value) for key, value in self.labels.items()},
+            "config": dict(self.config),
+            "environment": dict(self.environment),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunHeader:
+        """Rebuild a header from `to_json`."""
+        flows = tuple(
+            FlowLayout(f["name"], f["kind"], tuple(f["points"]), tuple(f["blocks"])) for f in data.get("flows", ())
+        )
+        labels = {key: tuple(value) for key, value in data.get("labels", {}).items()}
+        return cls(data.get("version", "?"), flows, labels, data.get("config", {}), data.get("environment", {}))
+
+
+@dataclass
+class Record:
+    """One sampled optimizer step.
+
+    Attributes:
+        step: the optimizer step, from 0.
+        loss: mean of the losses given for this step, None where none was given.
+        metrics: name -> array, ordered from input to output; `metric` is the first flow's, `metric@flow` another's.
+            NaN means "not seen" (no gradient arrived, nothing ran), never zero.
+        flags: what is special about this step: "skipped" (GradScaler found inf), "possibly_skipped", "unsampled" (only
+            the finiteness canary is inside).
+        notes: sentences about what could not be measured, and why.
+    """
+
+    step: int
+    loss: float | None = None
+    metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    flow_names: tuple[str, ...] = ()
+    metric_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, key: Key) -> NDArray[np.float64]:
+        """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or the part of its path)."""
+        return self.metrics[self._resolve(*key) if isinstance(key, tuple) else self._resolve(key, None)]
+
+    def __contains__(self, key: object) -> bool:
+        """Whether `record[key]` would answer."""
+        try:
+            self[key]  # type: ignore[index]
+        except (FlowscopeError, TypeError, ValueError):
+            return False
+        return True
+
+    def labels(self, metric: str, flow: str | None = None) -> list[str]:
+        """The module (or parameter) paths of the entries of `record[metric]`."""
+        return list(self.metric_labels.get(self._resolve(metric, flow), ()))
+
+    def _resolve(self, metric: str, flow: str | None) -> str:
+        if flow is None:
+            if metric in self.metrics:
+                return metric
+            found = [key for key in self.metrics if split_key(key)[0] == metric]
+            if found:
+                return found[0]
+            raise FlowscopeError(
+                f"record of step {self.step} has no metric {metric!r}; it has: {', '.join(sorted(self.metrics)) or 'none'}. "
+                "Slow metrics (cosine_matrix, effective_rank) are only in some records: WatchConfig.slow_every."
+            )
+        name = match_flow(flow, self.flow_names)
+        key = metric if name == self.flow_names[0] else metric_key(metric, name)
+        if key not in self.metrics:
+            raise FlowscopeError(
+                f"record of step {self.step} has no metric {metric!r} for flow {name!r}; "
+                f"it has: {', '.join(sorted(self.metrics)) or 'none'}."
+            )
+        return key
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits."""
+        out: dict[str, Any] = {"type": "record", "step": self.step, "loss": _plain(self.loss)}
+        if self.flags:
+            out["flags"] = list(self.flags)
+        if self.notes:
+            out["notes"] = list(self.notes)
+        out["metrics"] = {key: _plain(value.tolist()) for key, value in self.metrics.items()}
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], header: RunHeader | None = None) -> Record:
+        """Rebuild a record; `header` brings the labels and flow names."""
+        loss = data.get("loss")
+        return cls(
+            int(data["step"]),
+            None if loss is None else float(loss),
+            {key: _array(value) for key, value in data.get("metrics", {}).items()},
+            tuple(data.get("flags", ())),
+            tuple(data.get("notes", ())),
+            tuple(f.name for f in header.flows) if header else (),
+            header.labels if header else {},
+        )
+
+
+@dataclass
+class Alert:
+    """One finding of a detector: raised once when the condition begins, and once more with state "resolved"."""
+
+    kind: str
+    severity: Severity
+    where: str
+    step: int
+    value: float
+    limit: float
+    message: str
+    advice: str
+    state: Literal["raised", "resolved"] = "raised"
+    since: int | None = None
+    flow: str | None = None
+
+    def __str__(self) -> str:
+        """One line for people: severity, kind, place, message, advice."""
+        place = f" at {self.where}" if self.where else ""
+        head = f"[{self.severity}] step {self.step}: {self.kind}{place}"
+        return f"{head} resolved" if self.state == "resolved" else f"{head}: {self.message} -> {self.advice}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        out = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        return {"type": "alert", **out}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Alert:
+        """Rebuild an alert from `to_json`."""
+        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        known["value"] = math.nan if known.get("value") is None else float(known["value"])
+        known["limit"] = math.nan if known.get("limit") is None else float(known["limit"])
+        return cls(**known)
+
+
+Event = RunHeader | Record | Alert
+
+
+def match_flow(name: str, names: Sequence[str]) -> str:
+    """The one flow that `name` means: its exact name, else the only one with `name` among the parts of its path."""
+    if name in names:
+        return name
+    found = [candidate for candidate in names if name in candidate.split(".")]
+    if len(found) == 1:
+        return found[0]
+    raise FlowscopeError(
+        f"no flow {name!r}: the flows are {list(names)}."
+        + (" The name is ambiguous: give the whole name." if found else " flowscope.find_flows(model) prints them.")
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return ("inf" if value > 0 else "-inf") if math.isinf(value) else float(f"{value:.7g}")
+    return value
+
+
+def _array(value: Any) -> NDArray[np.float64]:
+    # object -> float64 turns None into NaN and the strings "inf"/"-inf" into infinities, at any nesting
+    return np.asarray(value, dtype=object).astype(np.float64)
