@@ -1,0 +1,46 @@
+# Every target works in a fresh clone: set-up happens once, in .venv, and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# torch first and alone: resolved together with the rest, pip may replace it by a larger build
+TORCH := torch==2.13.0
+# two workers on two cores need one thread each; bitwise tests need one thread anyway
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -q -n 2
+
+check: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.ready-bench
+	$(BIN)/python benchmarks/overhead.py --write docs/overhead.md
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -e ".[bench]" || echo "some peers do not install here: the benchmark skips them"
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache runs

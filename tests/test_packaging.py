@@ -1,0 +1,100 @@
+"""What the package promises before any model exists: light imports, one-way imports, every folder shipped."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+THIRD_PARTIES = ("torch", "tensorboard", "lightning", "transformers", "accelerate", "ignite", "wandb", "mlflow")
+
+ANY = {"numpy", "pydantic", "scipy"}
+PLAIN = {"flowscope.errors", "flowscope.config", "flowscope.records", "flowscope.schedule", "flowscope._version"}
+# place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
+ALLOWED: tuple[tuple[str, set[str]], ...] = (
+    ("flowscope.errors", set()),
+    ("flowscope._version", set()),
+    ("flowscope.schedule", {"flowscope.errors"}),
+    ("flowscope.records", ANY | {"flowscope.errors"}),
+    ("flowscope.config", ANY | {"flowscope.errors"}),
+    ("flowscope.probes.statistics", {"torch"}),
+    ("flowscope.probes", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}),
+    ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
+    ("flowscope.connections", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.connections"}),
+    ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
+    ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "rich", "flowscope.sinks"}),
+    ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),
+)
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((ROOT / "flowscope").rglob("*.py"))
+    }
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from flowscope import records` imports flowscope.records
+            names |= {f"flowscope.{a.name}" for a in node.names} if node.module == "flowscope" else {node.module}
+    return {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in allowed)
+
+
+def strangers(module: str, names: set[str]) -> set[str]:
+    for place, allowed in ALLOWED:
+        if within(module, {place}):
+            return {name for name in names if not within(name, allowed)}
+    return set()
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["flowscope", "flowscope.integrations"])
+def test_import_is_light(name: str) -> None:
+    loaded = run(f"import sys, {name}; print(*[m for m in {THIRD_PARTIES!r} if m in sys.modules])")
+    assert loaded == "", f"import {name} also imports {loaded}"
+
+
+def test_version_is_the_installed_one() -> None:
+    out = run("import flowscope, importlib.metadata as m; print(flowscope.__version__, m.version('flowscope'))")
+    here, installed = out.split()
+    assert here == installed
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_go_one_way(module: str) -> None:
+    assert strangers(module, imported(modules()[module])) == set()
+
+
+def test_the_import_rule_can_fail() -> None:
+    assert strangers("flowscope.records", {"torch"}) == {"torch"}
+    assert strangers("flowscope.detectors.flow", {"flowscope.probes.deposit", "numpy"}) == {"flowscope.probes.deposit"}
+    assert strangers("flowscope.probes.statistics", {"flowscope.records"}) == {"flowscope.records"}
+    assert strangers("flowscope.scope", {"torch", "flowscope.probes"}) == set()
+
+
+def test_every_folder_is_shipped() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    block = text.split("packages = [", 1)[1].split("]", 1)[0]
+    listed = {line.strip().strip('",') for line in block.splitlines() if line.strip()}
+    found = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "flowscope").rglob("__init__.py")}
+    assert listed == found | {"flowscope.integrations"}
+    modules_in = {path.parent for path in (ROOT / "flowscope").rglob("*.py")}
+    assert {d for d in modules_in if not (d / "__init__.py").exists()} == set(), "a folder of modules lacks __init__.py"
