@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 THIRD_PARTIES = ("torch", "tensorboard", "lightning", "transformers", "accelerate", "ignite", "wandb", "mlflow")
 
 ANY = {"numpy", "pydantic", "scipy"}
-PLAIN = {"flowscope.errors", "flowscope.config", "flowscope.records", "flowscope.schedule", "flowscope._version"}
+PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "_version")}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
+    ("flowscope.faults", set()),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
     ("flowscope.records", ANY | {"flowscope.errors"}),
@@ -26,7 +27,7 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
     ("flowscope.connections", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.connections"}),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
-    ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "rich", "flowscope.sinks"}),
+    ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "flowscope.sinks"}),
     ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),
 )
 
