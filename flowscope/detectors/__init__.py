@@ -1,0 +1,102 @@
+"""From records to alerts. A detector is a class with `findings(record, header)`; `DetectorSet` runs them all.
+
+A new detector is one subclass of `Detector` in the file of its family and one entry in `DETECTORS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowscope.config import WatchConfig
+from flowscope.detectors.collapse import RepresentationCollapse, TokenCollapse
+from flowscope.detectors.detector import Detector, Finding, Ledger
+from flowscope.detectors.finiteness import NonFinite
+from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
+from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
+from flowscope.faults import Faults
+from flowscope.records import Alert, Record, RunHeader
+
+DETECTORS: tuple[type[Detector], ...] = (
+    NonFinite,
+    NoGradient,
+    VanishingGradient,
+    ExplodingGradient,
+    TokenCollapse,
+    RepresentationCollapse,
+    ParametersNotOptimized,
+)
+"""In the order they are asked: a cause before what it explains."""
+
+FINITE = frozenset({NonFinite.kind})
+
+
+class DetectorSet:
+    """All detectors of a run with the state of their alerts; memory is bounded by the layout, not by the run.
+
+    A non-finite tensor silences everything else while it stands (one cause, one alert), and the other detectors neither
+    see nor learn from such a record. A record that GradScaler skipped says nothing; one flagged "unsampled" holds only
+    the finiteness canary.
+    """
+
+    def __init__(self, config: WatchConfig, detectors: Sequence[Detector] | None = None) -> None:
+        self.detectors = list(detectors) if detectors is not None else [kind(config) for kind in DETECTORS]
+        self.faults = Faults()
+        self._ledger = Ledger(config)
+
+    @property
+    def standing(self) -> list[Alert]:
+        """The alerts that are raised and not resolved."""
+        return self._ledger.standing
+
+    def check(self, record: Record, header: RunHeader) -> list[Alert]:
+        """Return the alerts newly raised or resolved by this record."""
+        if {"skipped", "possibly_skipped"} & set(record.flags):
+            return []
+        out: list[Alert] = []
+        found: set[tuple[str, str | None]] = set()
+        for detector in self.detectors:
+            finite = detector.kind in FINITE
+            if not finite and ("unsampled" in record.flags or self._spoilt(found)):
+                continue
+            part = f"detector {detector.kind}"
+            findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
+            if findings is None:
+                continue
+            findings = [self._explained(finding, detector, found) for finding in findings]
+            found |= {(finding.kind, finding.flow) for finding in findings if finding.level == "beyond"}
+            out += self._ledger.update(detector.kind, findings, record.step)
+        return out
+
+    def _spoilt(self, found: set[tuple[str, str | None]]) -> bool:
+        return any(kind in FINITE for kind, _ in found) or self._ledger.stands(FINITE)
+
+    def _explained(self, finding: Finding, detector: Detector, found: set[tuple[str, str | None]]) -> Finding:
+        """The finding, or "unseen" in its place where another kind in the same flow explains it."""
+        causes = detector.yields_to
+        if not causes or finding.flow is None or finding.level != "beyond":
+            return finding
+        if any((kind, finding.flow) in found for kind in causes) or self._ledger.stands(causes, finding.flow):
+            return Finding(finding.kind, flow=finding.flow, cause=finding.cause, level="unseen")
+        return finding
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready; a set that loads it goes on exactly as this one would."""
+        return {
+            "ledger": self._ledger.state_dict(),
+            "detectors": {detector.kind: detector.state_dict() for detector in self.detectors},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; a detector it does not know starts anew."""
+        self._ledger.load_state_dict(state["ledger"])
+        for detector in self.detectors:
+            if detector.kind in state["detectors"]:
+                detector.load_state_dict(state["detectors"][detector.kind])
+
+
+def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Finding]:
+    return list(detector.findings(record, header))
+
+
+__all__ = ["DETECTORS", "Detector", "DetectorSet", "Finding"]

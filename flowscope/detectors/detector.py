@@ -1,0 +1,244 @@
+"""What a detector is, and when its findings become alerts: warm-up, hysteresis, one alert for one cause.
+
+A detector looks at one record and says what it finds; it counts nothing and silences nobody. `Ledger` turns findings
+into alerts: raised once when a condition holds on enough records in a row, resolved once when it has been clearly gone
+for enough records. "Clearly" is a second, inner limit (`WatchConfig.release_factor`): a value that wanders around the
+limit is *near*, which keeps an alert standing and never raises one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowscope.config import WatchConfig
+from flowscope.records import Alert, FlowLayout, Record, RunHeader, Severity, metric_key
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+AlertKey = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a detector says about one condition at one record.
+
+    Attributes:
+        kind, where, severity, value, limit, message, advice, flow: as in `Alert`.
+        immediate: raise at the first record (errors beyond doubt), without warm-up.
+        records: how many records in a row raise it; None means `WatchConfig.warmup_records`.
+        cause: tells apart two conditions of one kind in one flow; an alert stands once per (kind, flow, cause).
+        level: "beyond" the limit; "near" it (not clean: an alert stays, none is raised); "unseen": this record cannot
+            tell (the metric is missing), so nothing is counted.
+    """
+
+    kind: str
+    where: str = ""
+    severity: Severity = "warning"
+    value: float = math.nan
+    limit: float = math.nan
+    message: str = ""
+    advice: str = ""
+    flow: str | None = None
+    immediate: bool = False
+    records: int | None = None
+    cause: str = ""
+    level: Literal["beyond", "near", "unseen"] = "beyond"
+
+    @property
+    def key(self) -> AlertKey:
+        """What one standing alert is for."""
+        return self.kind, self.flow or "", self.cause
+
+
+class Detector(ABC):
+    """Says what is wrong in a record. Subclass it, set `kind`, write `findings`; state must be bounded.
+
+    Attributes:
+        kind: the one kind of its alerts.
+        yields_to: kinds that explain this one: while an alert of such a kind stands in the same flow (or is found in
+            this record), this detector's findings for that flow are left out.
+    """
+
+    kind: ClassVar[str]
+    yields_to: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """The findings of this record; a condition that is not mentioned is clean."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the detector has learned (baselines), JSON-ready."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a detector without memory has nothing to load
+        """Take over what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class FlowView:
+    """One flow of one record: its layout and its metrics, without the naming rule of further flows."""
+
+    layout: FlowLayout
+    record: Record
+    first: bool
+
+    def get(self, metric: str) -> Array | None:
+        """The metric's values, or None where this record has none (not measured, or all NaN)."""
+        values = self.record.metrics.get(metric_key(metric, None if self.first else self.layout.name))
+        return None if values is None or values.size == 0 or bool(np.isnan(values).all()) else values
+
+    def point(self, index: int) -> str:
+        """Module path of point `index`."""
+        return _label(self.layout.points, index)
+
+    def block(self, index: int) -> str:
+        """Module path of the block between points `index` and `index + 1`."""
+        return _label(self.layout.blocks, index)
+
+
+def each_flow(record: Record, header: RunHeader) -> Iterator[FlowView]:
+    """The flows of a record in the header's order."""
+    for index, layout in enumerate(header.flows):
+        yield FlowView(layout, record, index == 0)
+
+
+def _label(names: Sequence[str], index: int) -> str:
+    return names[index] if 0 <= index < len(names) else f"row {index}"
+
+
+def parameter_name(record: Record, header: RunHeader, index: int) -> str:
+    """The path of entry `index` of the parameter metrics."""
+    for labels in (record.metric_labels, header.labels):
+        for metric in ("param_norm", "param_grad_norm", "param_trainable"):
+            if index < len(labels.get(metric, ())):
+                return labels[metric][index]
+    return f"parameter {index}"
+
+
+def module_of(parameter: str) -> str:
+    """The module that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def pack(values: Array) -> list[float | str | None]:
+    """An array as JSON-ready numbers at full precision: NaN is None, infinities are strings."""
+    return [None if math.isnan(v) else str(v) if math.isinf(v) else v for v in values.tolist()]
+
+
+def unpack(values: Sequence[float | str | None]) -> Array:
+    """The inverse of `pack`."""
+    return np.asarray(values, dtype=object).astype(np.float64)
+
+
+@dataclass
+class Standing:
+    """The count behind one possible alert: records in a row with the condition, or without it."""
+
+    run: int = 0
+    clean: int = 0
+    since: int | None = None
+    alert: Alert | None = None
+
+
+@dataclass
+class Ledger:
+    """Counts findings per (kind, flow, cause) and says which alerts are newly raised or resolved."""
+
+    config: WatchConfig
+    entries: dict[AlertKey, Standing] = field(default_factory=dict)
+
+    @property
+    def standing(self) -> list[Alert]:
+        """Raised and not resolved."""
+        return [entry.alert for entry in self.entries.values() if entry.alert is not None]
+
+    def stands(self, kinds: frozenset[str], flow: str | None = None) -> bool:
+        """Whether an alert of one of `kinds` stands, in `flow` if it is given."""
+        return any(a.kind in kinds and (flow is None or a.flow == flow) for a in self.standing)
+
+    def update(self, kind: str, findings: Iterable[Finding], step: int) -> list[Alert]:
+        """Enter all findings of one kind at one step; return what is newly raised or resolved."""
+        found = {finding.key: finding for finding in findings}
+        known = [key for key in self.entries if key[0] == kind and key not in found]
+        out = [alert for key in known if (alert := self._clean(key, step)) is not None]
+        for key, finding in found.items():
+            if finding.level != "unseen" and (alert := self._enter(key, finding, step)) is not None:
+                out.append(alert)
+        return out
+
+    def _clean(self, key: AlertKey, step: int) -> Alert | None:
+        entry = self.entries[key]
+        entry.run, entry.since = 0, None
+        entry.clean += 1
+        if entry.alert is None:
+            del self.entries[key]
+            return None
+        if entry.clean < self.config.resolve_records:
+            return None
+        del self.entries[key]
+        return dataclasses.replace(entry.alert, step=step, state="resolved")
+
+    def _enter(self, key: AlertKey, finding: Finding, step: int) -> Alert | None:
+        entry = self.entries.setdefault(key, Standing())
+        entry.clean = 0
+        if finding.level == "near":
+            entry.run, entry.since = 0, None
+            if entry.alert is None:
+                del self.entries[key]
+            return None
+        if entry.run == 0:
+            entry.since = step
+        entry.run += 1
+        needed = 1 if finding.immediate else finding.records or self.config.warmup_records
+        if entry.alert is not None or entry.run < needed:
+            return None
+        entry.alert = Alert(
+            finding.kind,
+            finding.severity,
+            finding.where,
+            step,
+            finding.value,
+            finding.limit,
+            finding.message,
+            finding.advice,
+            since=entry.since,
+            flow=finding.flow,
+        )
+        return entry.alert
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """JSON-ready; `load_state_dict` is the inverse."""
+        return [
+            {
+                "key": list(key),
+                "run": entry.run,
+                "clean": entry.clean,
+                "since": entry.since,
+                "alert": None if entry.alert is None else _plain_alert(entry.alert),
+            }
+            for key, entry in self.entries.items()
+        ]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Take over what `state_dict` returned."""
+        self.entries = {}
+        for row in state:
+            kind, flow, cause = row["key"]
+            alert = None if row["alert"] is None else Alert.from_json(row["alert"])
+            self.entries[kind, flow, cause] = Standing(row["run"], row["clean"], row["since"], alert)
+
+
+def _plain_alert(alert: Alert) -> dict[str, Any]:
+    value, limit = pack(np.array([alert.value, alert.limit]))
+    return {**dataclasses.asdict(alert), "value": value, "limit": limit}

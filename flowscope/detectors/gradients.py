@@ -1,0 +1,278 @@
+"""`vanishing_gradient` and `exploding_gradient`, from the gradient product G(l) = |dL/dx_l| / |dL/dx_L| of a flow.
+
+The product has no unit, so its limits act from the first record. What a baseline adds is drift: a post-norm stack whose
+product falls from 2 to 1.5e-2 within ten steps is on its way. The gradient norm has a unit: it is only ever compared
+with this run's own first steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from flowscope.config import WatchConfig
+from flowscope.detectors.detector import Array, Detector, Finding, FlowView, each_flow, pack, unpack
+from flowscope.records import Record, RunHeader
+
+ZERO_RECORDS = 3
+"""A gradient that is exactly zero may be a start (zero-initialised heads, LoRA's A): it counts after three records."""
+ZERO_START_RECORDS = 20
+"""A flow that began with exact zeros grows out of them slowly: it gets this many records."""
+DRIFT_CEILING = 30.0
+"""A fall counts as drift only below this many times the absolute limit."""
+CERTAIN = 100.0
+"""Beyond the limit by this factor there is nothing to wait for."""
+
+ADVICE = {
+    "time": "use a gated cell (LSTM, GRU), orthogonal recurrent weights, or a shorter truncation",
+    "chain": "initialise by He (ReLU) or Xavier (tanh), use an activation that does not saturate, or add residual "
+    "connections or normalisation",
+    "stack": "lower the learning rate or lengthen its warm-up; if the blocks are post-norm, make them pre-norm or call "
+    'flowscope.wrap(model, mode="keel")',
+    "network": "initialise by He or Xavier, add normalisation, or residual connections around the stages",
+}
+EXPLODING_ADVICE = {
+    "time": "clip gradients (clip_grad_norm_), use an orthogonal initialisation or a gated cell (LSTM, GRU)",
+    "chain": "lower the learning rate, clip gradients (clip_grad_norm_), initialise by He or Xavier",
+    "stack": "clip gradients (clip_grad_norm_), lower the learning rate, lengthen its warm-up",
+    "network": "lower the learning rate, clip gradients (clip_grad_norm_), initialise by He or Xavier",
+}
+
+
+def gradient_flows(record: Record, header: RunHeader) -> Iterator[FlowView]:
+    """The flows whose gradient is judged: with a flow `network` over all stages, not each stage again."""
+    whole = any(layout.kind == "network" for layout in header.flows)
+    for view in each_flow(record, header):
+        if not (whole and view.layout.kind == "stage"):
+            yield view
+
+
+def advice_for(view: FlowView, table: Mapping[str, str]) -> str:
+    """The advice for this kind of flow."""
+    return table.get(view.layout.kind, table["stack"])
+
+
+def product_of(view: FlowView) -> Array | None:
+    """The flow's gradient product, NaN where not seen; None where there is nothing to divide by."""
+    product = view.get("gradient_product")
+    if product is None or product.size < 2 or not np.isfinite(product[-1]):
+        return None
+    return np.where(np.isfinite(product), product, np.nan)
+
+
+def worst_block(product: Array, crossing: int, *, vanishing: bool, gain_limit: float) -> int:
+    """The block with the smallest (largest) gain of the stretch of bad blocks around `crossing`.
+
+    Args:
+        product: gradient product [L+1].
+        crossing: the first point, counted from the output, beyond the limit; block `crossing` led there.
+        vanishing: whether bad means a gain below `gain_limit`, else above its inverse.
+        gain_limit: `WatchConfig.vanishing_gain`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = product[:-1] / product[1:]
+    bad = gain < gain_limit if vanishing else gain > 1 / gain_limit
+    start = stop = min(crossing, gain.size - 1)
+    while start > 0 and bad[start - 1]:
+        start -= 1
+    while stop < gain.size - 1 and bad[stop + 1]:
+        stop += 1
+    stretch = np.nan_to_num(gain[start : stop + 1], nan=1.0)
+    return start + int(np.argmin(stretch) if vanishing else np.argmax(stretch))
+
+
+class VanishingGradient(Detector):
+    """The product below its limit, or fallen far below this model's own first steps and close to the limit."""
+
+    kind = "vanishing_gradient"
+    yields_to = frozenset({"no_gradient"})
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._best: dict[str, Array] = {}
+        self._last: dict[str, Array] = {}
+        self._zero_start: dict[str, bool] = {}
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most."""
+        for view in gradient_flows(record, header):
+            name, product = view.layout.name, product_of(view)
+            finding: Finding | None
+            if product is None:
+                finding = Finding(self.kind, flow=name, level="unseen")
+                norms = view.get("grad_norm")
+                if norms is not None and norms[-1] == 0:
+                    self._zero_start.setdefault(name, True)
+            else:
+                finding = self._judge(view, product)
+                self._learn(name, product)
+            if finding is not None:
+                yield finding
+
+    def _learn(self, name: str, product: Array) -> None:
+        """The best so far by point: step 0, then what two records in a row reached (one spike is no baseline)."""
+        self._zero_start.setdefault(name, bool((product == 0).any()))
+        best = self._best.get(name)
+        if best is None or best.shape != product.shape:
+            self._best[name] = product.copy()
+        else:
+            self._best[name] = np.fmax(best, np.minimum(self._last[name], product))
+        self._last[name] = product
+
+    def _judge(self, view: FlowView, product: Array) -> Finding | None:
+        config, layout = self.config, view.layout
+        limit = config.vanishing_time if layout.kind == "time" else config.vanishing_product
+        release = config.release_factor
+        best = self._best.get(layout.name)
+        fall = np.ones_like(product)
+        if best is not None and best.shape == product.shape:
+            positive = (product > 0) & (best > 0)
+            np.divide(best, product, out=fall, where=positive)
+        below = product < limit
+        drifted = (fall > config.drift) & (product < DRIFT_CEILING * limit) & (product > 0)
+        beyond = below | drifted
+        if not beyond.any():
+            close = (product < limit * release) | (
+                (fall > config.drift / release) & (product < DRIFT_CEILING * limit * release)
+            )
+            return Finding(self.kind, flow=layout.name, level="near") if close.any() else None
+        crossing = int(np.flatnonzero(beyond)[-1])
+        where = worst_block(product, crossing, vanishing=True, gain_limit=config.vanishing_gain)
+        low = int(np.nanargmin(product))
+        nonzero = np.where(product > 0, product, np.nan)
+        least = float(np.nanmin(nonzero))
+        patience = ZERO_START_RECORDS if self._zero_start.get(layout.name, False) else None
+        certain = least < limit / CERTAIN or bool((below & drifted).any())
+        if least >= limit and not drifted.any():
+            patience, certain = patience or ZERO_RECORDS, False
+        return Finding(
+            self.kind,
+            view.block(where),
+            "warning" if layout.kind == "time" else "error",
+            float(product[low]),
+            limit,
+            f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
+            f"(limit {limit:.2g}; {fall[low]:.3g} times less than at its best); the weakest block passes "
+            f"{_gain(product, where):.2g} on",
+            advice_for(view, ADVICE),
+            layout.name,
+            immediate=certain and patience is None,
+            records=patience,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best and last product by flow."""
+        return {
+            "best": {name: pack(values) for name, values in self._best.items()},
+            "last": {name: pack(values) for name, values in self._last.items()},
+            "zero_start": dict(self._zero_start),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._best = {name: unpack(values) for name, values in state["best"].items()}
+        self._last = {name: unpack(values) for name, values in state["last"].items()}
+        self._zero_start = dict(state["zero_start"])
+
+
+class ExplodingGradient(Detector):
+    """The product above its limit, or the largest gradient norm of a flow far above its own first steps'."""
+
+    kind = "exploding_gradient"
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._first_norms: dict[str, list[float]] = {}
+        self._zero_start: set[str] = set()
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most."""
+        for view in gradient_flows(record, header):
+            finding = self._product(view)
+            growth = self._growth(view)
+            if finding is None or (finding.level != "beyond" and growth is not None and growth.level == "beyond"):
+                finding = growth
+            if finding is not None:
+                yield finding
+
+    def _product(self, view: FlowView) -> Finding | None:
+        product, limit = product_of(view), self.config.exploding_product
+        if product is None:
+            return Finding(self.kind, flow=view.layout.name, level="unseen")
+        high = int(np.nanargmax(product))
+        if product[high] <= limit:
+            near = product[high] > limit / self.config.release_factor
+            return Finding(self.kind, flow=view.layout.name, level="near") if near else None
+        crossing = int(np.flatnonzero(product > limit)[-1])
+        where = worst_block(product, crossing, vanishing=False, gain_limit=self.config.vanishing_gain)
+        return self._finding(
+            view,
+            where,
+            float(product[high]),
+            limit,
+            f"the gradient at {view.point(high)} is {product[high]:.2g} times that at "
+            f"{view.point(product.size - 1)} (limit {limit:.2g}); the strongest block multiplies it by "
+            f"{_gain(product, where):.2g}",
+        )
+
+    def _growth(self, view: FlowView) -> Finding | None:
+        norms, name = view.get("grad_norm"), view.layout.name
+        finite = np.zeros(0) if norms is None else norms[np.isfinite(norms)]
+        if norms is None or finite.size == 0:
+            return Finding(self.kind, flow=name, level="unseen")
+        norm, first = float(finite.max()), self._first_norms.setdefault(name, [])
+        if not first and norm == 0:
+            self._zero_start.add(name)  # a zero-initialised head: whatever comes first is no measure of what follows
+        if name in self._zero_start or norm == 0:
+            return None
+        base = float(np.median(first)) if len(first) >= 3 else np.inf
+        limit = self.config.exploding_growth * base
+        if norm <= limit:
+            if len(first) < self.config.baseline_records:
+                first.append(norm)
+            near = norm > limit / self.config.release_factor
+            return Finding(self.kind, flow=name, level="near") if near else None
+        where = self._strongest(view, norms)
+        return self._finding(
+            view,
+            where,
+            norm,
+            limit,
+            f"the largest gradient norm of the flow is {norm:.3g}, {norm / base:.3g} times the median of this run's "
+            f"first records ({base:.3g}; limit {self.config.exploding_growth:.3g} times)",
+        )
+
+    def _strongest(self, view: FlowView, norms: Array) -> int:
+        product = product_of(view)
+        if product is None:
+            return max(0, int(np.nanargmax(norms)) - 1)
+        return worst_block(product, product.size - 2, vanishing=False, gain_limit=np.inf)
+
+    def _finding(self, view: FlowView, where: int, value: float, limit: float, message: str) -> Finding:
+        return Finding(
+            self.kind,
+            view.block(where),
+            "error",
+            value,
+            limit,
+            message,
+            advice_for(view, EXPLODING_ADVICE),
+            view.layout.name,
+            immediate=value > CERTAIN * limit,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first gradient norms by flow."""
+        return {"first_norms": {k: list(v) for k, v in self._first_norms.items()}, "zero": sorted(self._zero_start)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._first_norms = {k: list(v) for k, v in state["first_norms"].items()}
+        self._zero_start = set(state["zero"])
+
+
+def _gain(product: Array, block: int) -> float:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(product[block] / product[block + 1])

@@ -1,0 +1,159 @@
+"""`no_gradient` and `parameters_not_optimized`: training code that cuts, freezes or forgets part of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, each_flow, module_of, parameter_name
+from flowscope.records import Record, RunHeader
+
+NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
+
+
+class NoGradient(Detector):
+    """A cut inside a flow (error), parameters that get no gradient (info), frozen ones (info, norm-only: warning)."""
+
+    kind = "no_gradient"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """Cuts by flow; where there is none, one finding for all unused parameters; one for all frozen ones."""
+        cuts: list[Finding] = []
+        for view in each_flow(record, header):
+            # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
+            finding = self._cut(view) if view.layout.kind != "time" else None
+            if finding is not None:
+                cuts.append(finding)
+        yield from cuts
+        trainable, norms = record.metrics.get("param_trainable"), record.metrics.get("param_grad_norm")
+        if trainable is None or norms is None or trainable.shape != norms.shape:
+            yield Finding(self.kind, cause="unused", level="unseen")
+            yield Finding(self.kind, cause="frozen", level="unseen")
+            return
+        if not any(cut.level == "beyond" for cut in cuts):
+            yield from self._unused(record, header, trainable == 1, norms)
+        else:
+            yield Finding(self.kind, cause="unused", level="unseen")  # the cut explains it
+        yield from self._frozen(record, header, trainable)
+
+    def _cut(self, view: FlowView) -> Finding | None:
+        tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
+        if tracked is None or backward is None or not bool((backward > 0).any()):
+            return Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
+        first_with = int(np.argmax(backward > 0))
+        silent = (tracked > 0) & ~(backward > 0)
+        before = np.flatnonzero(silent[:first_with])
+        if before.size == 0:
+            return None
+        last = int(before[-1])
+        where = view.point(last)
+        return Finding(
+            self.kind,
+            where,
+            "error",
+            float(before.size),
+            0.0,
+            f"no gradient reaches {where} or what lies before it ({before.size} of {tracked.size} points), while "
+            f"{view.point(first_with)} gets one: the graph is cut between them",
+            f"look for .detach(), .data, .item(), torch.no_grad() or a new tensor made from numbers after {where}; if "
+            "the part before it is meant to stay fixed, set requires_grad_(False) on it",
+            view.layout.name,
+            immediate=True,
+            cause="cut",
+        )
+
+    def _unused(self, record: Record, header: RunHeader, trainable: Flags, norms: Array) -> Iterable[Finding]:
+        missing = trainable & np.isnan(norms)
+        if not missing.any():
+            return
+        if missing.sum() == trainable.sum():  # the gradients could not be read at all (cleared before the mark)
+            yield Finding(self.kind, cause="unused", level="unseen")
+            return
+        name = parameter_name(record, header, int(np.argmax(missing)))
+        count = int(missing.sum())
+        yield Finding(
+            self.kind,
+            module_of(name),
+            "info",
+            float(count),
+            0.0,
+            f"{count} trainable parameters got no gradient, the first is {name}",
+            "if the module is meant to be used, call it in forward; else remove it or set requires_grad_(False)",
+            cause="unused",
+        )
+
+    def _frozen(self, record: Record, header: RunHeader, trainable: Array) -> Iterable[Finding]:
+        frozen = trainable == 0
+        if not frozen.any():
+            return
+        count, total = int(frozen.sum()), int(frozen.size)
+        first = parameter_name(record, header, int(np.argmax(frozen)))
+        norm = self._is_norm(record, header, trainable)
+        others = np.flatnonzero(~norm)
+        head_frozen = others.size > 0 and bool(frozen[others[-1]])
+        learns = ~frozen
+        if learns.any() and bool(norm[learns].all()) and head_frozen:
+            head = parameter_name(record, header, int(others[-1]))
+            yield Finding(
+                self.kind,
+                module_of(first),
+                "warning",
+                float(count),
+                float(total),
+                f"only normalisation parameters are trained: {count} of {total} are frozen, {first} to the head {head}",
+                "set requires_grad_(True) on what should learn (at least the head), before the optimizer is made",
+                cause="frozen",
+            )
+            return
+        yield Finding(
+            self.kind,
+            module_of(first),
+            "info",
+            float(count),
+            float(total),
+            f"{count} of {total} parameters are frozen, the first is {first}",
+            "nothing to do if they are meant to be; else requires_grad_(True)",
+            cause="frozen",
+        )
+
+    def _is_norm(self, record: Record, header: RunHeader, trainable: Array) -> Flags:
+        known = record.metrics.get("param_is_norm")
+        if known is not None and known.shape == trainable.shape:
+            return np.equal(known, 1)
+        names = (parameter_name(record, header, i) for i in range(trainable.size))
+        return np.array([NORM_NAME.search(module_of(name)) is not None for name in names], dtype=bool)
+
+
+class ParametersNotOptimized(Detector):
+    """Trainable parameters that get a gradient and are in no known optimizer."""
+
+    kind = "parameters_not_optimized"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding that names the first and the count."""
+        arrays = [record.metrics.get(name) for name in ("param_trainable", "param_grad_norm", "param_optimized")]
+        trainable, norms, optimized = arrays
+        if trainable is None or norms is None or optimized is None or bool(np.isnan(optimized).all()):
+            yield Finding(self.kind, level="unseen")
+            return
+        candidates = (trainable == 1) & ~np.isnan(norms)
+        left_out = candidates & (optimized == 0)
+        if not left_out.any():
+            return
+        name, count = parameter_name(record, header, int(np.argmax(left_out))), int(left_out.sum())
+        everything = count == int(candidates.sum())
+        yield Finding(
+            self.kind,
+            module_of(name),
+            "warning",
+            float(count),
+            0.0,
+            f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}"
+            + (": the optimizer holds none of this model's parameters" if everything else ""),
+            "build the optimizer from the parameters of the model that is trained (after wrap, copies and moves)"
+            if everything
+            else "optimizer.add_param_group({'params': ...}), flowscope.wrap(..., optimizer=optimizer), or build the "
+            "optimizer after wrap; with several optimizers give them all: watch(model, [first, second])",
+        )
