@@ -17,18 +17,29 @@ def effective_rank(x: Tensor) -> float:
     """Return the effective rank of `x` [N, D], from 1 (one direction) to min(N, D) (isotropic).
 
     exp(-sum p log p) with p = sigma / sum(sigma) over the singular values of the uncentred matrix (Roy & Vetterli 2007;
-    RankMe, Garrido et al. 2023, without its 1e-7 inside the logarithm). The singular values are roots of the fp64 Gram
-    matrix's eigenvalues; those under 1e-7 of the largest or so are rounding and count as zero. 0.0 for a matrix of
-    zeros, NaN where an entry is not finite.
+    RankMe, Garrido et al. 2023, without its 1e-7 inside the logarithm). 0.0 for a matrix of zeros, NaN where an entry
+    is not finite.
     """
     matrix = x.detach().cpu().to(torch.float64)
     largest = float(matrix.abs().amax()) if matrix.numel() else 0.0
     if largest == 0.0 or not math.isfinite(largest):
         return 0.0 if largest == 0.0 else math.nan
     matrix = matrix / largest
-    gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    return effective_rank_of_gram(matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix)
+
+
+def effective_rank_of_gram(gram: Tensor) -> float:
+    """Return the effective rank of a matrix from its fp64 Gram matrix [N, N] (rows or columns alike).
+
+    The singular values are roots of the eigenvalues; those under 1e-7 of the largest or so are rounding and count as
+    zero. Values as in `effective_rank`.
+    """
+    if not bool(gram.isfinite().all()):
+        return math.nan
     eigenvalues = torch.linalg.eigvalsh(gram)
     floor = gram.shape[0] * torch.finfo(torch.float64).eps * eigenvalues[-1]
+    if not float(eigenvalues[-1]) > 0.0:
+        return 0.0
     sigma = eigenvalues[eigenvalues > floor].sqrt()
     p = sigma / sigma.sum()
     return float(torch.exp(-(p * p.log()).sum()))

@@ -42,6 +42,11 @@ class Positions:
     sequences: int
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """The accumulation type: fp64, or fp32 where the device has no fp64 (MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def feature_last(x: Tensor, axis: int) -> Tensor:
     """Return x as [B, T, D]: features (at `axis`) last, all positions between batch and features in one axis."""
     x = x.movedim(axis, -1)
@@ -63,7 +68,8 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
         rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
         states = states[:: -(-batch // rows), :: max(1, -(-tokens * rows // limit))]
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
-    values = states.reshape(-1, states.shape[-1]).float()
+    # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
+    values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])
     return Positions(values, torch.linalg.vector_norm(values, dim=-1), sequences)
 
 
@@ -71,7 +77,7 @@ def square_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the fp64 sum of squares of x and the number of its non-finite entries (x - x is 0 or NaN, NaN counts)."""
     if x.is_complex():
         x = torch.view_as_real(x)
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64 if x.device.type != "mps" else torch.float32)
+    norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
     return norm * norm, torch.count_nonzero(x - x)
 
 
@@ -84,8 +90,8 @@ def cosine_buckets(one_minus_cosine: Tensor, valid: Tensor) -> Tensor:
     """
     index = (torch.log2(one_minus_cosine.clamp_min(1e-30)) + OCTAVES_BELOW) * BUCKETS_PER_OCTAVE + 1
     index = torch.nan_to_num(index, nan=0.0).clamp(0, BUCKETS - 1).long()
-    counts = torch.zeros(BUCKETS, dtype=torch.float64, device=index.device)
-    return counts.scatter_add_(0, index, valid.double())
+    counts = torch.zeros(BUCKETS, dtype=wide(index.device), device=index.device)
+    return counts.scatter_add_(0, index, valid.to(counts.dtype))
 
 
 def depth_statistics(before: Positions | None, now: Positions, origin: Positions | None) -> Tensor:
@@ -98,15 +104,15 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
         now: this point's positions.
         origin: the positions of x_0, None where unknown or of another width.
     """
-    device = now.values.device
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    device, dtype = now.values.device, wide(now.values.device)
+    zero = torch.zeros((), dtype=dtype, device=device)
     to_input = to_input_count = token = token_count = branch = carry = zero
-    histogram = torch.zeros(BUCKETS, dtype=torch.float64, device=device)
+    histogram = torch.zeros(BUCKETS, dtype=dtype, device=device)
     if origin is not None:
         cosine = (origin.values * now.values).sum(-1) / (origin.norm * now.norm)
         valid = torch.isfinite(cosine)
-        to_input = torch.where(valid, cosine, 0.0).sum(dtype=torch.float64)
-        to_input_count = valid.sum(dtype=torch.float64)
+        to_input = torch.where(valid, cosine, 0.0).sum(dtype=dtype)
+        to_input_count = valid.sum(dtype=dtype)
     if now.sequences:
         token, token_count = token_cosine_sums(now)
     if before is not None:
@@ -116,7 +122,7 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
         one_minus = (square - gap * gap) / (2.0 * now.norm * before.norm)
         valid = torch.isfinite(one_minus)
         histogram = cosine_buckets(one_minus, valid)
-        branch, carry = square.sum(dtype=torch.float64), (before.norm * before.norm).sum(dtype=torch.float64)
+        branch, carry = square.sum(dtype=dtype), (before.norm * before.norm).sum(dtype=dtype)
     head = torch.stack([to_input, to_input_count, token, token_count, branch, carry])
     return torch.cat([head, histogram])
 
@@ -132,4 +138,5 @@ def token_cosine_sums(now: Positions) -> tuple[Tensor, Tensor]:
     total = grouped.sum(1)
     mean = ((total * total).sum(-1) - (grouped * grouped).sum((1, 2))) / (tokens * (tokens - 1))
     valid = torch.isfinite(mean)
-    return torch.where(valid, mean, 0.0).sum(dtype=torch.float64), valid.sum(dtype=torch.float64)
+    dtype = wide(mean.device)
+    return torch.where(valid, mean, 0.0).sum(dtype=dtype), valid.sum(dtype=dtype)

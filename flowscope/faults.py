@@ -1,0 +1,45 @@
+"""A fault of ours never stops a run: it is caught, reported once, and switches the faulty part off."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+LOGGER = logging.getLogger("flowscope")
+
+
+class Faults:
+    """Knows which parts (a probe, a detector, a sink, a callback) failed; `FLOWSCOPE_STRICT=1` raises instead."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+
+    def alive(self, part: str) -> bool:
+        """Whether `part` has not failed."""
+        return part not in self.failed
+
+    def report(self, part: str, error: BaseException) -> None:
+        """Note that `part` failed with `error`: logged once, the part is off from now on."""
+        if os.environ.get("FLOWSCOPE_STRICT") == "1":
+            raise error
+        if part not in self.failed:
+            self.failed[part] = f"{type(error).__name__}: {error}"
+            LOGGER.error(
+                "flowscope: %s failed and is switched off; training goes on. %s: %s",
+                part,
+                type(error).__name__,
+                error,
+                exc_info=LOGGER.isEnabledFor(logging.DEBUG),
+            )
+
+    def guard(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function(*args)` unless the part has failed; a fault is reported and None returned."""
+        if part in self.failed:
+            return None
+        try:
+            return function(*args)
+        except Exception as error:
+            self.report(part, error)
+            return None

@@ -1,0 +1,111 @@
+"""When a step begins and ends: the optimizers' own step hooks, or `scope.step` where there is none.
+
+An optimizer given to `watch` (or found because it holds the model's parameters) marks the end of a step in its
+post-hook; of several, the last listed. What else steps is foreign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flowscope.errors import FlowscopeError
+from flowscope.probes.hooks import Hook, Hooks
+
+
+class StepListener(Protocol):
+    """What the clock tells of."""
+
+    def before_optimizer(self, optimizer: Optimizer, *, last: bool, closure: bool) -> None:
+        """An optimizer of this model is about to step; with a closure, gradients come only during the step."""
+
+    def after_optimizer(self, optimizer: Optimizer, *, last: bool, closure: bool) -> None:
+        """It has stepped; `last`: this ends the step."""
+
+    def foreign_step(self) -> None:
+        """An optimizer that owns none of this model's parameters stepped."""
+
+    def forward_since_step(self) -> bool:
+        """Whether the model ran since the last step ended."""
+
+
+class OptimizerClock:
+    """Listens to every optimizer of the process through torch's global hooks, and tells the scope about its own."""
+
+    def __init__(self, model: nn.Module, given: Any, listener: StepListener, hooks: Hooks) -> None:
+        self._model, self._listener = model, listener
+        self.optimizers: list[Optimizer] = _as_list(given)
+        self.given = bool(self.optimizers)
+        self._joining: Optimizer | None = None
+        pre = Hook("optimizer hook", self._before, hooks.faults)
+        post = Hook("optimizer hook", self._after, hooks.faults)
+        hooks.keep(register_optimizer_step_pre_hook(_ignoring_result(pre)))
+        hooks.keep(register_optimizer_step_post_hook(_ignoring_result(post)))
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        if any(optimizer is known for known in self.optimizers):
+            return True
+        if self.given:
+            return False
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in held for p in self._model.parameters())
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._owns(optimizer):
+            return
+        if all(optimizer is not known for known in self.optimizers):
+            # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
+            joins = bool(self.optimizers) and not self._listener.forward_since_step()
+            self._joining = optimizer if joins else None
+            self.optimizers.append(optimizer)
+        if optimizer is not self._joining:
+            self._listener.before_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._owns(optimizer):
+            self._listener.foreign_step()
+            return
+        if optimizer is self._joining:
+            self._joining = None
+            return
+        self._listener.after_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
+
+    def _last(self, optimizer: Optimizer) -> bool:
+        return optimizer is self.optimizers[-1]
+
+
+def _ignoring_result(hook: Hook) -> Callable[..., None]:
+    def call(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # torch hands the bound call's arguments on: args[0] is the optimizer itself
+        hook(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
+
+    return call
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return callable(args[0] if args else kwargs.get("closure"))
+
+
+def _as_list(given: Any) -> list[Optimizer]:
+    if given is None:
+        return []
+    found: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+    out = []
+    for item in found:
+        # trainers wrap optimizers (accelerate, Lightning): the inner one is what steps
+        inner = getattr(item, "optimizer", None)
+        optimizer = inner if isinstance(inner, Optimizer) else item
+        if not isinstance(optimizer, Optimizer):
+            raise FlowscopeError(
+                f"watch(optimizer=...): got {type(item).__name__}, expected a torch.optim.Optimizer or a list of them "
+                "in the order they step. Without one, call scope.step() at the end of each step."
+            )
+        out.append(optimizer)
+    return out

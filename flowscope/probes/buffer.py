@@ -1,0 +1,80 @@
+"""The deposit buffer: one fp64 row of sums per point, on the device where the statistics arise, read once a flush."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.statistics import wide
+
+
+class DepositBuffer:
+    """Rows of sums. A row lives on whichever devices deposited to it; reading adds the devices up.
+
+    fp64 where the device has it (fp32 on MPS). Never registered on the user's module: DDP would broadcast it.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.rows = 0
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    def new_row(self) -> int:
+        """Reserve a row and return its number."""
+        self.rows += 1
+        return self.rows - 1
+
+    def add(self, row: int, vector: Tensor) -> None:
+        """Add `vector` to the first columns of a row."""
+        held = self._tensors.get(vector.device)
+        if held is None or held.shape[0] <= row:
+            held = self._grow(vector.device)
+        held[row, : vector.shape[0]].add_(vector)
+
+    def _grow(self, device: torch.device) -> Tensor:
+        grown = torch.zeros(max(self.rows, 8) * 2, self.columns, dtype=wide(device), device=device)
+        if (held := self._tensors.get(device)) is not None:
+            grown[: held.shape[0]].copy_(held)
+        self._tensors[device] = grown
+        return grown
+
+    def clear(self) -> None:
+        """Zero every row, without synchronising."""
+        for tensor in self._tensors.values():
+            tensor.zero_()
+
+    def take(self) -> list[Tensor]:
+        """Return a snapshot (still on the devices) of all rows and zero them."""
+        taken = [tensor[: self.rows].clone() for tensor in self._tensors.values()]
+        self.clear()
+        return taken
+
+
+class HostCopy:
+    """Device tensors on their way to the host: asynchronous on CUDA through pinned memory and an event."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._host: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+        for tensor in tensors:
+            if tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(tensor.device))
+                self._events.append(event)
+                self._host.append(host)
+            else:
+                self._host.append(tensor.cpu())
+
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting."""
+        return all(event.query() for event in self._events)
+
+    def read(self) -> list[NDArray[np.float64]]:
+        """Wait for the copies and return them as fp64 arrays."""
+        for event in self._events:
+            event.synchronize()
+        return [host.double().numpy() for host in self._host]

@@ -1,0 +1,362 @@
+"""Deposit on backward: forward statistics of a point wait for its gradient, then both are added to the point's row.
+
+What got no backward is therefore not counted (evaluation, no_grad, the discarded first pass of reentrant
+checkpointing), and micro-batches and calls become one sum. `FlowObserver` watches one flow; a module called k times
+inside one forward is k points.
+
+Axis letters: B batch, T tokens, D features, L depth, P = L + 1 points.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.plan import Flow, display_path
+from flowscope.faults import Faults
+from flowscope.probes import statistics
+from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.hooks import Hooks, in_backward, on_gradient
+from flowscope.probes.layout import AxisReader, derives_from, floating_tensors, hidden_input, hidden_output, is_compiling
+from flowscope.probes.statistics import Positions
+
+ENTRY = -1
+PointKey = tuple[int, int]
+"""(index of the module among the flow's outputs, or ENTRY; number of the call within one forward)."""
+MAX_CALLS = 4096
+
+
+class Switch:
+    """What every hook asks first. Set between steps only, so that a compiled model has two graphs: on and off."""
+
+    def __init__(self) -> None:
+        self.sampling = False
+        self.slow = False
+        self.paused = False
+        self.stale = False
+        """A foreign optimizer stepped: what is pending belongs to it unless our own optimizer steps next."""
+
+
+class Canary:
+    """Sticky counts of non-finite entries, kept on every step: root inputs, x_L, dL/dx_0, loss."""
+
+    KINDS = ("input", "forward", "backward", "loss")
+
+    def __init__(self) -> None:
+        self.buffer = DepositBuffer(1)
+        for _ in self.KINDS:
+            self.buffer.new_row()
+
+    def count(self, kind: str, x: Tensor) -> None:
+        """Add the number of non-finite entries of x."""
+        x = x.detach()
+        self.buffer.add(self.KINDS.index(kind), torch.count_nonzero(x - x).reshape(1))
+
+
+class FlowObserver:
+    """The hooks of one flow and the rows of its points."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Flow,
+        config: WatchConfig,
+        switch: Switch,
+        canary: Canary,
+        hooks: Hooks,
+        buffer: DepositBuffer,
+        borrowed: dict[str, FlowObserver] | None = None,
+    ) -> None:
+        self.flow, self.config, self.switch, self.canary, self.buffer = flow, config, switch, canary, buffer
+        self.faults: Faults = hooks.faults
+        self.part = f"flow {flow.name}"
+        self.paths = [display_path(path) for path in flow.outputs]
+        self.borrowed = borrowed or {}
+        self.depth = "depth" in config.metrics and flow.kind in ("blocks", "stage", "chain", "concat")
+        self.on_drop: Callable[[], None] = lambda: None
+        self.rows: dict[PointKey, int] = {}
+        self.forward_calls: Counter[PointKey] = Counter()
+        self.tracked_calls: Counter[PointKey] = Counter()
+        self.grams: dict[PointKey, Tensor] = {}
+        self.slices: dict[PointKey, Tensor] = {}
+        self._executed: dict[PointKey, None] = {}
+        self._readers: list[AxisReader] = []
+        self._canaries = {len(flow.outputs) - 1} | ({0} if flow.entry is None else set())
+        self._reordered = False
+        self._new_pass()
+        for index, path in enumerate(flow.outputs):
+            module = model.get_submodule(path)
+            self._readers.append(AxisReader.of(module))
+            if path not in self.borrowed:
+                hooks.after(module, self.part, partial(self._after, index))
+                self._row((index, 0))
+        self.has_entry = flow.entry is not None and flow.entry not in self.borrowed
+        if self.has_entry:
+            hooks.before(model.get_submodule(str(flow.entry)), self.part, self._before)
+            self._row((ENTRY, 0))
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _new_pass(self) -> None:
+        self._calls: Counter[int] = Counter()
+        self._latest = ENTRY
+        self._recomputed: Counter[int] = Counter()
+        self._tracked: set[PointKey] = set()
+        self._last_output: weakref.ref[Tensor] | None = None
+        self._previous: Positions | None = None
+        self._origin: Positions | None = None
+        self._entry_waits: Tensor | None = None
+
+    def start_forward(self) -> None:
+        """The root's forward begins: calls are counted from 0 again."""
+        self._new_pass()
+
+    def _continues(self, args: Any, kwargs: Any) -> bool:
+        """Whether a repeated call goes on from the flow's last output (a loop) or starts afresh (a second input)."""
+        last = self._last_output() if self._last_output else None
+        return last is not None and derives_from(floating_tensors((args, kwargs)), last)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.switch.paused:
+            return
+        tracing = is_compiling()
+        recomputing = not tracing and in_backward()
+        if not tracing and not recomputing:
+            self._drop_stale()
+            first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
+            if self._calls[first]:
+                if self._continues(args, kwargs):
+                    return
+                self._new_pass()
+        x = hidden_input(args, kwargs)
+        if x is None:
+            return
+        tracked = x.requires_grad and torch.is_grad_enabled()
+        key = (ENTRY, 0)
+        if not self.switch.sampling:
+            if tracked and not recomputing:
+                on_gradient(x, self.part, partial(self.canary.count, "backward"), self.faults)
+            return
+        if recomputing and key in self._tracked:
+            return
+        vector, positions = self._forward_vector(key, self._readers[0], x, None)
+        if not tracing:
+            self._origin = self._origin or positions
+            self._previous = positions
+            if torch.is_grad_enabled():
+                self._executed.setdefault(key)
+                self.forward_calls[key] += 1
+        if tracked:
+            if not tracing:
+                self._tracked.add(key)
+                self.tracked_calls[key] += 1
+                self._entry_waits = None
+            self._register(x, key, vector, self._slow_slices(self._readers[0], x))
+        elif not recomputing and not tracing:
+            self._entry_waits = vector
+
+    def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.switch.paused:
+            return
+        tracing = is_compiling()
+        if not self.switch.sampling and index not in self._canaries:
+            return
+        like = hidden_input(args, kwargs)
+        x = hidden_output(output, like)
+        if not self.switch.sampling:
+            if x is not None and x.requires_grad:
+                self._canary(index, x, recomputing=not tracing and in_backward())
+            return
+        if tracing:
+            if x is not None and x.requires_grad:
+                before = self._positions(self._readers[index], like) if like is not None and self.depth else None
+                vector, _ = self._forward_vector((index, 0), self._readers[index], x, before)
+                self._register(x, (index, 0), vector, None)
+            return
+        recomputing = in_backward()
+        if not recomputing:
+            self._drop_stale()
+            if self._calls[index] and not self._continues(args, kwargs):
+                self._new_pass()
+            key = (index, min(self._calls[index], MAX_CALLS - 1))
+            self._reordered = self._reordered or (index < self._latest and not self._calls[index])
+            self._latest = index
+            self._calls[index] += 1
+            self._last_output = weakref.ref(x) if x is not None else None
+            if torch.is_grad_enabled():
+                self.forward_calls[key] += 1
+                self._executed.setdefault(key)
+        else:
+            key = (index, max(0, self._calls[index] - 1 - self._recomputed[index]))
+            if key in self._tracked:
+                return
+        if x is None or not x.requires_grad:
+            if x is not None and self.depth:
+                self._remember(self._positions(self._readers[index], x))
+            return
+        self._observe(index, key, x, like, recomputing)
+
+    def _observe(self, index: int, key: PointKey, x: Tensor, like: Tensor | None, recomputing: bool) -> None:
+        reader = self._readers[index]
+        before = self._positions_before(reader, like, recomputing=recomputing)
+        vector, positions = self._forward_vector(key, reader, x, before)
+        if positions is not None:
+            self._remember(positions)
+        if index == len(self.flow.outputs) - 1:
+            self.canary.count("forward", x)
+        late = None
+        if recomputing:
+            self._executed.setdefault(key)
+            if self._calls[index] > 1:
+                late = index
+        else:
+            self._tracked.add(key)
+        self.tracked_calls[key] += 1
+        self._register(x, key, vector, self._slow_slices(reader, x), late)
+
+    def _canary(self, index: int, x: Tensor, *, recomputing: bool) -> None:
+        if index == len(self.flow.outputs) - 1:
+            self.canary.count("forward", x)
+        if index == 0 and self.flow.entry is None and not recomputing:
+            on_gradient(x, self.part, partial(self.canary.count, "backward"), self.faults)
+
+    def _drop_stale(self) -> None:
+        if self.switch.stale:
+            self.on_drop()
+
+    def _remember(self, positions: Positions) -> None:
+        self._previous = positions
+        if self.flow.entry is None and self._origin is None:
+            self._origin = positions
+
+    def _positions(self, reader: AxisReader, x: Tensor) -> Positions:
+        states, axis, sequence = reader.read(x)
+        return statistics.sample_positions(states, axis, self.config.positions, sequence=sequence)
+
+    def _positions_before(self, reader: AxisReader, like: Tensor | None, *, recomputing: bool) -> Positions | None:
+        """The previous point's positions: remembered in a plain forward, read from the block's input in a recomputation."""
+        if not self.depth:
+            return None
+        if not recomputing:
+            return self._previous
+        return self._positions(reader, like) if like is not None and self.flow.entry is not None else None
+
+    def _forward_vector(
+        self, key: PointKey, reader: AxisReader, x: Tensor, before: Positions | None
+    ) -> tuple[Tensor, Positions | None]:
+        """Return the forward columns of a row with the gradient columns still zero, and the positions seen."""
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            x = x.detach()
+            square, nonfinite = statistics.square_and_nonfinite(x)
+            elements = torch.full((), x.numel(), dtype=square.dtype, device=x.device)
+            head = torch.stack([square, nonfinite.to(square.dtype), elements])
+            if not self.depth:
+                return head, None
+            positions = self._positions(reader, x)
+            origin = self._origin if key[0] != ENTRY else positions
+            if origin is None and self.flow.entry is None:
+                origin = positions
+            width = positions.values.shape
+            before = before if before is not None and before.values.shape == width else None
+            origin = origin if origin is not None and origin.values.shape == width else None
+            return torch.cat([head, statistics.depth_statistics(before, positions, origin).to(head.dtype)]), positions
+
+    # -- slow probes' material --------------------------------------------------------------------------------------
+
+    def _slow_slices(self, reader: AxisReader, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """On the slow schedule: the Gram matrix of 64 positions of one sequence, and 16 positions for cosines."""
+        if not self.switch.slow or not self.depth:
+            return None
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            states, axis, _ = reader.read(x.detach())
+            states = statistics.feature_last(states, axis)
+            one = (states[:, 0] if states.shape[1] == 1 else states[0])[:64].to(statistics.wide(x.device))
+            flat = states.reshape(-1, states.shape[-1])
+            some = flat[:: -(-flat.shape[0] // 16)][:16].float()
+            return one @ one.T, some / torch.linalg.vector_norm(some, dim=-1, keepdim=True)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _register(
+        self, x: Tensor, key: PointKey, vector: Tensor, slow: tuple[Tensor, Tensor] | None, late: int | None = None
+    ) -> None:
+        entry = None
+        if key[0] != ENTRY and not is_compiling():
+            entry, self._entry_waits = self._entry_waits, None
+        on_gradient(x, self.part, partial(self._deposit, key, vector, slow, late, entry), self.faults)
+
+    def _deposit(
+        self,
+        key: PointKey,
+        vector: Tensor,
+        slow: tuple[Tensor, Tensor] | None,
+        late: int | None,
+        entry: Tensor | None,
+        gradient: Tensor,
+    ) -> None:
+        if self.switch.paused:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if late is not None:
+            key = (late, max(0, self._calls[late] - 1 - self._recomputed[late]))
+            self._recomputed[late] += 1
+        square, nonfinite = statistics.square_and_nonfinite(gradient)
+        tail = torch.stack([square, nonfinite.to(square.dtype), torch.ones_like(square)])
+        self.buffer.add(self._row(key), torch.cat([vector[:3], tail, vector[3:]]))
+        if entry is not None:
+            self.buffer.add(self._row((ENTRY, 0)), torch.cat([entry[:3], torch.zeros_like(tail), entry[3:]]))
+        if key[0] == ENTRY or (self.flow.entry is None and key == (0, 0)):
+            self.canary.buffer.add(Canary.KINDS.index("backward"), nonfinite.reshape(1))
+        if slow is not None:
+            self.grams[key], self.slices[key] = slow
+
+    def _row(self, key: PointKey) -> int:
+        row = self.rows.get(key)
+        if row is None:
+            row = self.rows[key] = self.buffer.new_row()
+        return row
+
+    # -- what the flush reads ------------------------------------------------------------------------------------------
+
+    def points(self) -> list[PointKey]:
+        """The points in depth order: structural order unless modules ran in another order or several times."""
+        head = [(ENTRY, 0)] if self.flow.entry is not None else []
+        ran = [key for key in self._executed if key[0] != ENTRY]
+        if self._reordered or any(call for _, call in ran):
+            reached = {index for index, _ in ran}
+            return head + ran + [(i, 0) for i in range(len(self.paths)) if i not in reached]
+        return head + [(i, 0) for i in range(len(self.paths))]
+
+    def labels(self, points: list[PointKey]) -> list[str]:
+        """Module paths of the points; `path:input` for x_0, `path#call` where a module is called several times."""
+        repeated = {index for index, call in points if call}
+        entry = f"{display_path(str(self.flow.entry))}:input"
+        return [
+            entry if i == ENTRY else f"{self.paths[i]}#{call}" if i in repeated else self.paths[i] for i, call in points
+        ]
+
+    def source(self, key: PointKey) -> tuple[FlowObserver, PointKey]:
+        """The observer that holds the row of a point (another flow's where this flow borrows it)."""
+        path = str(self.flow.entry) if key[0] == ENTRY else self.flow.outputs[key[0]]
+        owner = self.borrowed.get(path)
+        if owner is None:
+            return self, key
+        if key[0] == ENTRY:
+            return owner, (ENTRY, 0)
+        return owner, (owner.flow.outputs.index(path), key[1])
+
+    def forget(self) -> None:
+        """Forget this step's Python-side counts, slow material and remembered positions."""
+        self._new_pass()
+        self.forward_calls.clear()
+        self.tracked_calls.clear()
+        self.grams.clear()
+        self.slices.clear()

@@ -1,0 +1,137 @@
+"""How a module's tensors are laid out: which argument is the hidden state, which axis holds features, which tokens.
+
+Axis letters: B batch, T tokens or positions, D features, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")
+
+
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors inside any nesting of tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from floating_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from floating_tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from floating_tensors(getattr(value, name))
+
+
+def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the hidden state among a block's arguments: the one that carries gradient, else the customary name, else the first.
+
+    A mask or a rotary table may be floating point and come first, but carries no gradient.
+    """
+    found = [t for t in floating_tensors((args, kwargs)) if t.dim() >= 2]
+    for tensor in found:
+        if tensor.requires_grad:
+            return tensor
+    if args and found:
+        return found[0]
+    for name in HIDDEN_NAMES:
+        if isinstance(kwargs.get(name), Tensor):
+            return kwargs[name]  # type: ignore[no-any-return]
+    return found[0] if found else None
+
+
+def hidden_output(output: Any, like: Tensor | None) -> Tensor | None:
+    """Return the hidden state among a block's outputs: the first of the input's shape, else the first with gradient."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() or output.is_complex() else None
+    found = list(floating_tensors(output))
+    if like is not None:
+        for tensor in found:
+            if tensor.shape == like.shape:
+                return tensor
+    for tensor in found:
+        if tensor.requires_grad:
+            return tensor
+    return found[0] if found else None
+
+
+@dataclass
+class AxisReader:
+    """Where a module's hidden state keeps its features, from the widths of the layers inside the module."""
+
+    channel_widths: frozenset[int]
+    feature_widths: frozenset[int]
+    time_first: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AxisReader:
+        """Read the widths of the convolutions (features at axis 1) and of the linear layers and norms (last axis)."""
+        channels: set[int] = set()
+        features: set[int] = set()
+        time_first = False
+        for child in module.modules():
+            if isinstance(child, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                channels |= {child.in_channels, child.out_channels}
+            elif isinstance(child, nn.modules.batchnorm._NormBase):
+                channels.add(child.num_features)
+            elif isinstance(child, nn.GroupNorm):
+                channels.add(child.num_channels)
+            elif isinstance(child, nn.Linear):
+                features |= {child.in_features, child.out_features}
+            elif isinstance(child, nn.LayerNorm):
+                features.add(child.normalized_shape[-1])
+            elif isinstance(child, (nn.MultiheadAttention, nn.RNNBase)):
+                time_first = time_first or not child.batch_first
+            elif "norm" in type(child).__name__.lower() and isinstance(getattr(child, "weight", None), Tensor):
+                features.add(child.weight.shape[-1])
+        return cls(frozenset(channels), frozenset(features), time_first)
+
+    def read(self, x: Tensor) -> tuple[Tensor, int, bool]:
+        """Return x with the batch first, its feature axis, and whether what lies between is a sequence of tokens."""
+        if x.dim() < 2:
+            return x.reshape(1, -1), -1, False
+        if x.dim() == 2:
+            return x, -1, False
+        channels_first = x.shape[1] in self.channel_widths and x.shape[-1] not in self.feature_widths
+        if x.dim() == 3:
+            if channels_first:
+                return x, 1, True
+            return (x.transpose(0, 1) if self.time_first else x), -1, True
+        last = x.shape[-1] in self.feature_widths and x.shape[1] not in self.channel_widths
+        return x, (-1 if last else 1), False
+
+
+def derives_from(tensors: Iterator[Tensor], ancestor: Tensor, limit: int = 128) -> bool:
+    """Whether one of `tensors` is `ancestor` or was computed from it, within `limit` nodes of the autograd graph."""
+    queue: list[Any] = []
+    for tensor in tensors:
+        if tensor is ancestor:
+            return True
+        if tensor.grad_fn is not None:
+            queue.append(tensor.grad_fn)
+    target = ancestor.grad_fn
+    if target is None:
+        return False
+    seen: set[Any] = set()
+    while queue and len(seen) < limit:
+        node = queue.pop(0)
+        if node is target:
+            return True
+        if node in seen:
+            continue
+        seen.add(node)
+        queue.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return False
+
+
+def is_compiling() -> bool:
+    """Whether this code is being traced by torch.compile (then no Python side effect may happen)."""
+    return torch.compiler.is_compiling()

@@ -1,0 +1,325 @@
+"""All probes of one model together: what a sampled step deposits, the snapshot taken at its end, the record made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.plan import FlowPlan
+from flowscope.probes import matrices, summaries
+from flowscope.probes.buffer import DepositBuffer, HostCopy
+from flowscope.probes.deposit import Canary, FlowObserver, PointKey, Switch
+from flowscope.probes.hooks import Hooks
+from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.parameters import ParameterObserver
+from flowscope.probes.recurrent import Replay
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
+from flowscope.probes.through_time import TimeObserver
+from flowscope.probes.units import RECTIFIED_SHARE, UnitObserver, UnitProbe
+from flowscope.records import FlowLayout, Record, metric_key
+
+Array = NDArray[np.float64]
+MATRIX_POINTS = 128
+
+
+class Observation:
+    """The probes of one model, and the switch that turns them on for a step."""
+
+    def __init__(self, model: nn.Module, plan: FlowPlan, config: WatchConfig, hooks: Hooks) -> None:
+        self.model, self.plan, self.config, self.hooks = model, plan, config, hooks
+        self.faults = hooks.faults
+        self.switch = Switch()
+        self.canary = Canary()
+        self.buffer = DepositBuffer(COLUMNS)
+        self.forwards = 0
+        self.flows: list[FlowObserver] = []
+        self.times: list[TimeObserver] = []
+        self.parameters = ParameterObserver(model, config) if "parameters" in config.metrics else None
+        self.units = UnitObserver(model, config, self.switch, hooks) if "parameters" in config.metrics else None
+        self._first = True
+        hooks.before(model, "root hook", self._root, first=True)
+        if any(kind in config.metrics for kind in ("flow", "depth")):
+            self._observe_flows()
+        if not self.flows and not self.times:
+            hooks.after(model, "root hook", self._root_output)
+
+    def _observe_flows(self) -> None:
+        owners: dict[str, FlowObserver] = {}
+        built: dict[str, FlowObserver] = {}
+        make = partial(FlowObserver, self.model, config=self.config, switch=self.switch, canary=self.canary)
+        # the flow over all stages borrows the stages' points, so it is built after them and listed before them
+        for flow in sorted(self.plan, key=lambda f: f.kind == "network"):
+            if flow.fused:
+                self.times.append(TimeObserver(self.model, flow, self.switch, self.canary, self.hooks))
+                continue
+            borrowed = {p: owners[p] for p in flow.outputs if p in owners}
+            if flow.entry is not None and flow.entry in owners and owners[flow.entry].flow.entry == flow.entry:
+                borrowed[flow.entry] = owners[flow.entry]
+            observer = make(flow, hooks=self.hooks, buffer=self.buffer, borrowed=borrowed)
+            observer.on_drop = self.drop
+            built[flow.name] = observer
+            if flow.kind != "network":
+                owners.update({path: observer for path in flow.outputs})
+        self.flows = [built[flow.name] for flow in self.plan if flow.name in built]
+
+    # -- hooks of the root ------------------------------------------------------------------------------------------
+
+    def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.switch.paused or not torch.is_grad_enabled():
+            return
+        if not is_compiling():
+            self.forwards += 1
+            if self.switch.stale:
+                self.drop()
+            for flow in self.flows:
+                flow.start_forward()
+        for tensor in floating_tensors((args, kwargs)):
+            self.canary.count("input", tensor)
+
+    def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self.switch.paused and torch.is_grad_enabled():
+            for tensor in floating_tensors(output):
+                self.canary.count("forward", tensor)
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, sampling: bool, slow: bool) -> None:
+        """Turn the probes on or off for the step that begins; what is pending is dropped."""
+        if self.switch.sampling or sampling:
+            self.drop()
+        self.switch.sampling, self.switch.slow = sampling, slow and sampling
+        self.switch.stale = False
+
+    def drop(self) -> None:
+        """Forget what was deposited: it belongs to no step of ours."""
+        self.switch.stale = False
+        self.buffer.clear()
+        for flow in self.flows:
+            flow.forget()
+        for time in self.times:
+            time.drop()
+        if self.units is not None:
+            self.units.take()
+        if self.parameters is not None:
+            self.parameters.drop()
+
+    def before_update(self) -> None:
+        """The first optimizer of a sampled step is about to change the weights."""
+        if self.parameters is not None and self.faults.alive("parameters"):
+            self.faults.guard("parameters", self.parameters.before_step)
+
+    def read_gradients(self, only: set[int] | None = None) -> None:
+        """Read the gradients that an optimizer (ids of its parameters), or all, will use."""
+        if self.parameters is not None:
+            self.faults.guard("parameters", self.parameters.read_gradients, only)
+
+    def after_update(self) -> None:
+        """The weights have changed."""
+        if self.parameters is not None:
+            self.faults.guard("parameters", self.parameters.after_step)
+
+    def replay_time(self) -> list[tuple[TimeObserver, Replay]]:
+        """Replay the fused recurrent layers, while their weights are still those of the forward."""
+        out = []
+        for time in self.times:
+            replay = self.faults.guard(time.part, time.replay)
+            if replay is not None:
+                out.append((time, replay))
+        return out
+
+    def take_canary(self) -> HostCopy:
+        """The canary's counts of this step on their way to the host, and start again from zero."""
+        return HostCopy(self.canary.buffer.take())
+
+    def snapshot(self, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]) -> Snapshot:
+        """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
+        return Snapshot(self, optimizers, replays)
+
+    def first_record(self, vectors: dict[UnitProbe, Array]) -> None:
+        """After the first record: inputs that did not come from a rectifier are watched no further."""
+        if self._first and self.units is not None and vectors:
+            self._first = False
+            self.units.keep(lambda p: p in vectors and summaries.zero_share(vectors[p]) >= RECTIFIED_SHARE)
+
+
+class Snapshot:
+    """One sampled step's deposits on their way to the host; `record` turns them into numbers."""
+
+    def __init__(
+        self, observation: Observation, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]
+    ) -> None:
+        self._observation = observation
+        self._tensors: list[Tensor] = []
+        self._rows = self._keep(observation.buffer.take())
+        self._parameters = [(self._keep([t]), index) for t, index in self._taken_parameters(observation)]
+        self._units = [(self._keep([t]), p) for t, p in (observation.units.take() if observation.units else ())]
+        self._replays = [
+            (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
+            for time, r in replays
+        ]
+        self._points = {id(flow): flow.points() for flow in observation.flows}
+        self._calls = {id(f): (dict(f.forward_calls), dict(f.tracked_calls)) for f in observation.flows}
+        self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
+        self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
+        if observation.parameters is not None:
+            self._trainable = observation.parameters.trainable
+            self._optimized = observation.parameters.optimized(optimizers)
+        self._copy = HostCopy(self._tensors)
+        self._tensors = []
+
+    @staticmethod
+    def _taken_parameters(observation: Observation) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+        return observation.parameters.take() if observation.parameters is not None else []
+
+    @staticmethod
+    def _thinned(slices: dict[PointKey, Tensor]) -> dict[PointKey, Tensor]:
+        keys = sorted(slices)
+        return {key: slices[key] for key in keys[:: -(-len(keys) // MATRIX_POINTS)]} if keys else {}
+
+    def _keep(self, tensors: list[Tensor]) -> slice:
+        start = len(self._tensors)
+        self._tensors += tensors
+        return slice(start, len(self._tensors))
+
+    def _keep_all(self, tensors: dict[PointKey, Tensor]) -> dict[PointKey, slice]:
+        return {key: self._keep([tensor]) for key, tensor in tensors.items()}
+
+    def ready(self) -> bool:
+        """Whether `record` would not wait for a copy."""
+        return self._copy.ready()
+
+    def record(self, step: int) -> tuple[Record, list[FlowLayout]]:
+        """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
+        host = self._copy.read()
+        held = host[self._rows]
+        height = max((len(part) for part in held), default=0)
+        rows = np.zeros((height, COLUMNS))
+        for part in held:
+            rows[: len(part)] += part
+        out = _Builder(step)
+        for flow in self._observation.flows:
+            if self._observation.faults.alive(flow.part):
+                self._flow(out, flow, rows, host)
+        for time, where, note in self._replays:
+            _time_flow(out, time, host[where], note)
+        self._parameter_family(out, host)
+        return out.finish(), out.layouts
+
+    def _flow(self, out: _Builder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
+        points = self._points[id(flow)]
+        labels = flow.labels(points)
+        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, tuple(labels), tuple(labels[1:])))
+        picked = np.zeros((len(points), COLUMNS))
+        calls = np.full((2, len(points)), np.nan)
+        for at, key in enumerate(points):
+            owner, own = flow.source(key)
+            if (row := owner.rows.get(own)) is not None and row < len(rows):
+                picked[at] = rows[row]
+            for kind, counted in enumerate(self._calls[id(owner)]):
+                calls[kind, at] = counted.get(own, 0)
+        metrics = summaries.flow_metrics(picked)
+        metrics["forward_calls"], metrics["tracked_calls"] = calls
+        if flow.depth:
+            metrics.update(summaries.depth_metrics(picked))
+        for name, values in metrics.items():
+            out.add(name, values, labels if len(values) == len(points) else labels[1:])
+        self._slow(out, flow, points, labels, host)
+
+    def _slow(
+        self, out: _Builder, flow: FlowObserver, points: list[PointKey], labels: list[str], host: list[Array]
+    ) -> None:
+        grams, slices = self._grams[id(flow)], self._slices[id(flow)]
+        if grams:
+            ranks = [
+                matrices.effective_rank_of_gram(torch.from_numpy(host[grams[key]][0])) if key in grams else np.nan
+                for key in points
+            ]
+            out.add("effective_rank", np.array(ranks), labels)
+        shown = [(key, label) for key, label in zip(points, labels, strict=True) if key in slices]
+        units = [host[slices[key]][0] for key, _ in shown]
+        if len(units) > 1 and len({u.shape for u in units}) == 1:
+            matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
+            out.add("cosine_matrix", matrix, [label for _, label in shown])
+
+    def _parameter_family(self, out: _Builder, host: list[Array]) -> None:
+        observation = self._observation
+        out.family()
+        if observation.parameters is not None:
+            names = observation.parameters.names
+            values = np.full((4, len(names)), np.nan)
+            sampled = np.zeros((4, len(names)), dtype=bool)
+            for where, index in self._parameters:
+                at = tuple(np.array(index).T)
+                values[at], sampled[at] = host[where][0], True
+            for name, array in summaries.parameter_metrics(values, sampled).items():
+                out.add(name, array, names)
+            out.add("param_trainable", self._trainable, names)
+            out.add("param_optimized", self._optimized, names)
+        vectors = {probe: host[where][0] for where, probe in self._units}
+        observation.first_record(vectors)
+        vectors = {p: v for p, v in vectors.items() if p.kind != "input" or (p.hook is not None and p.hook.on)}
+        metrics, labels = summaries.unit_metrics(
+            {p.label: v for p, v in vectors.items()}, {p.label: p.kind for p in vectors}
+        )
+        for name, array in metrics.items():
+            out.add(name, array, labels[name])
+
+
+class _Builder:
+    """Collects the metrics of a record under their keys."""
+
+    def __init__(self, step: int) -> None:
+        self.layouts: list[FlowLayout] = []
+        self._record = Record(step)
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._flow: str | None = None
+
+    def flow(self, layout: FlowLayout) -> None:
+        """What is added from here on belongs to this flow."""
+        self._flow = layout.name if self.layouts else None
+        self.layouts.append(layout)
+
+    def family(self) -> None:
+        """What is added from here on belongs to no flow."""
+        self._flow = None
+
+    def add(self, name: str, values: Array, labels: Sequence[str]) -> None:
+        """Add one metric with the paths of its entries."""
+        key = metric_key(name, self._flow)
+        self._record.metrics[key] = np.asarray(values, dtype=np.float64)
+        self._labels[key] = tuple(labels)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence on what could not be measured."""
+        if sentence and sentence not in self._record.notes:
+            self._record.notes = (*self._record.notes, sentence)
+
+    def finish(self) -> Record:
+        """The record."""
+        self._record.metric_labels = self._labels
+        self._record.flow_names = tuple(layout.name for layout in self.layouts)
+        return self._record
+
+
+def _time_flow(out: _Builder, time: TimeObserver, parts: list[Array], note: str) -> None:
+    """The flows through time of one fused recurrent layer: a flow per layer and direction, points in processing order."""
+    gradients, activations, counts = parts
+    hidden = time._rnn.proj_size or time._rnn.hidden_size
+    for row, name in enumerate(time.row_names()):
+        order = slice(None, None, -1) if name.endswith("_reverse") else slice(None)
+        labels = [f"{time.path}#{t}" for t in range(gradients.shape[1])][order]
+        out.flow(FlowLayout(name, "time", tuple(labels), tuple(labels[1:])))
+        rows = np.zeros((gradients.shape[1], COLUMNS))
+        rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
+        rows[:, ELEMENTS] = counts[order] * hidden
+        rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
+        for metric, values in summaries.flow_metrics(rows).items():
+            out.add(metric, values, labels if len(values) == len(labels) else labels[1:])
+    out.note(note)

@@ -1,0 +1,171 @@
+"""Statistics of the parameters around an optimizer step: norms, gradient norms, and the true change of the weights.
+
+`param_grad_norm` is what the optimizer consumes (unscaled, reduced, after clipping). `update_ratio` is |dw| / |w| over
+up to `update_samples` fixed, evenly spaced entries of each tensor before and after the step: exact for smaller tensors,
+and no copy of the weights is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.plan import display_path
+from flowscope.probes.statistics import wide
+
+SAMPLE_BUDGET = 1 << 22
+
+
+class ParameterObserver:
+    """All floating-point parameters of a model, tied ones once, under their first name."""
+
+    def __init__(self, model: nn.Module, config: WatchConfig) -> None:
+        self._model, self._config = model, config
+        self.names: list[str] = []
+        self._places: list[tuple[nn.Module, str]] = []
+        seen: set[int] = set()
+        for prefix, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen or not _floating(parameter):
+                    continue
+                seen.add(id(parameter))
+                self.names.append(display_path(f"{prefix}.{key}" if prefix else key))
+                self._places.append((module, key))
+        share = SAMPLE_BUDGET // max(1, len(self.names))
+        self._samples = max(1, min(config.update_samples, share))
+        self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
+        self._before: dict[int, Tensor] = {}
+        self.norms: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self.updates: dict[int, tuple[Tensor, Tensor]] = {}
+        self.trainable = np.zeros(len(self.names))
+
+    def current(self) -> list[Tensor | None]:
+        """The parameters as they are now (they may have been replaced since attaching)."""
+        return [module._parameters.get(key) for module, key in self._places]
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Take the weights' norms and samples, before the optimizer changes them."""
+        parameters = self.current()
+        self.trainable = np.array([float(p is not None and p.requires_grad) for p in parameters])
+        live = {i: p.detach() for i, p in enumerate(parameters) if p is not None and p.requires_grad}
+        self.norms = dict(zip(live, _norms(list(live.values())), strict=True))
+        self._before = self._sample(live)
+
+    @torch.no_grad()
+    def read_gradients(self, only: set[int] | None = None) -> None:
+        """Take the gradients' norms.
+
+        Args:
+            only: ids of the parameters to read now (one optimizer's); None reads all that were not read yet.
+        """
+        for i, parameter in enumerate(self.current()):
+            if parameter is None or parameter.grad is None or i in self.gradients:
+                continue
+            if only is not None and id(parameter) not in only:
+                continue
+            gradient = parameter.grad.detach()
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()
+            self.gradients[i] = _exact_norm(gradient)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Take the samples again: the change per tensor."""
+        parameters = self.current()
+        live = {i: p.detach() for i, p in enumerate(parameters) if p is not None and i in self._before}
+        after = self._sample(live)
+        shared = [i for i in after if after[i].shape == self._before[i].shape]
+        if shared:
+            before = [self._before[i] for i in shared]
+            change = torch._foreach_sub([after[i] for i in shared], before)
+            norms = zip(torch._foreach_norm(change), torch._foreach_norm(before), strict=True)
+            self.updates = dict(zip(shared, norms, strict=True))
+        self._before = after
+
+    def _sample(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of the sampled entries, fp32, one flat tensor a device cut into views."""
+        by_device: dict[torch.device, list[int]] = {}
+        for i, weight in live.items():
+            by_device.setdefault(weight.device, []).append(i)
+        out: dict[int, Tensor] = {}
+        for indices in by_device.values():
+            views = [self._view(i, live[i]) for i in indices]
+            flat = torch.cat([v if v.dtype == torch.float32 else v.float() for v in views])
+            out.update(zip(indices, torch.split(flat, [v.numel() for v in views]), strict=True))
+        return out
+
+    def _view(self, i: int, weight: Tensor) -> Tensor:
+        stamp = (weight.data_ptr(), weight.numel())
+        held = self._views.get(i)
+        if held is not None and held[0] == stamp:
+            return held[1]
+        real = torch.view_as_real(weight) if weight.is_complex() else weight
+        flat = real.reshape(-1)
+        view = flat[:: max(1, -(-flat.numel() // self._samples))]
+        if weight.is_contiguous():
+            self._views[i] = (stamp, view)
+        return view
+
+    def take(self) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+        """Return this step's numbers, one vector a device, each with the (row, parameter) its entries belong to.
+
+        Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step.
+        """
+        columns: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
+        for row, values in enumerate((self.norms, self.gradients)):
+            for i, value in values.items():
+                columns.setdefault(value.device, []).append((row, i, value))
+        for i, pair in self.updates.items():
+            for row, value in enumerate(pair, start=2):
+                columns.setdefault(value.device, []).append((row, i, value))
+        self.norms, self.gradients, self.updates = {}, {}, {}
+        return [
+            (torch.stack([v.to(wide(device)) for *_, v in items]), [(row, i) for row, i, _ in items])
+            for device, items in columns.items()
+        ]
+
+    def drop(self) -> None:
+        """Forget what was read for a step that did not happen."""
+        self.norms, self.gradients, self.updates, self._before = {}, {}, {}, {}
+
+    def has_sample(self) -> bool:
+        """Whether `after_step` has something to compare with."""
+        return bool(self._before)
+
+    def optimized(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
+        """1 where an optimizer holds the parameter, 0 where none does, NaN while none is known."""
+        known = list(optimizers)
+        if not known:
+            return np.full(len(self.names), np.nan)
+        held = {id(p) for optimizer in known for group in optimizer.param_groups for p in group["params"]}
+        return np.array([float(p is not None and id(p) in held) for p in self.current()])
+
+
+def _floating(parameter: Tensor) -> bool:
+    return (
+        (parameter.is_floating_point() or parameter.is_complex())
+        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        and parameter.layout == torch.strided
+    )
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Norms of weights: one fused call for the fp32 ones, fp64 accumulation for the others."""
+    plain = [t for t in tensors if t.dtype == torch.float32]
+    fused = iter(torch._foreach_norm(plain) if plain else [])
+    return [next(fused) if t.dtype == torch.float32 else _exact_norm(t) for t in tensors]
+
+
+def _exact_norm(x: Tensor) -> Tensor:
+    """The norm with fp64 accumulation: squares of gradients near 1e-22 vanish in fp32."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return torch.linalg.vector_norm(x, dtype=wide(x.device))

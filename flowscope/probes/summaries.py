@@ -1,0 +1,126 @@
+"""From sums to metrics, on the host: pure numpy functions of the rows that the probes deposited.
+
+Axis letters: L depth (blocks), P = L + 1 points. NaN means "not seen".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowscope.probes import statistics as s
+
+Array = NDArray[np.float64]
+
+
+def flow_metrics(rows: Array) -> dict[str, Array]:
+    """Metrics of the family "flow" from the rows [P, columns] of one flow.
+
+    grad_norm [P] = |dL/dx_l|; grad_rms [P] = grad_norm / sqrt(elements); gain [L] = grad_norm[l-1] / grad_norm[l];
+    gradient_product [P] = grad_norm[l] / grad_norm[last point that got a gradient]; act_rms [P];
+    nonfinite, nonfinite_grad [P] counts of non-finite entries of x_l and dL/dx_l; backward_calls [P].
+    Norms run over all sequences, micro-batches and calls of the step.
+    """
+    with np.errstate(all="ignore"):
+        elements = _nan_where_zero(rows[:, s.ELEMENTS])
+        backwards = rows[:, s.BACKWARDS]
+        grad_square = np.where(backwards > 0, rows[:, s.GRAD_SQUARE], np.nan)
+        grad_norm = np.sqrt(grad_square)
+        seen = np.flatnonzero(backwards > 0)
+        last = grad_norm[seen[-1]] if len(seen) else np.nan
+        return {
+            "grad_norm": grad_norm,
+            "grad_rms": np.sqrt(grad_square / elements),
+            "gain": grad_norm[:-1] / grad_norm[1:],
+            "gradient_product": grad_norm / last,
+            "act_rms": np.sqrt(rows[:, s.SQUARE] / elements),
+            "nonfinite": np.where(rows[:, s.ELEMENTS] > 0, rows[:, s.NONFINITE], np.nan),
+            "nonfinite_grad": np.where(backwards > 0, rows[:, s.GRAD_NONFINITE], np.nan),
+            "backward_calls": backwards.copy(),
+        }
+
+
+def depth_metrics(rows: Array) -> dict[str, Array]:
+    """Metrics of the family "depth" from the rows [P, columns] of one flow.
+
+    cosine, cosine_p05, cosine_p95 [L]: median, 5th and 95th percentile over positions of cos(x_{l-1}, x_l), within 10 %
+    of 1 - cos; cosine_to_input [P]: mean over positions of cos(x_0, x_l); token_cosine [P]: mean cosine between two
+    different tokens of one sequence; branch_share [L] = b / (b + r), b = |x_l - x_{l-1}|, r = |x_{l-1}|.
+    """
+    histograms = rows[1:, s.HISTOGRAM :]
+    with np.errstate(all="ignore"):
+        branch, carry = np.sqrt(rows[1:, s.BRANCH_SQUARE]), np.sqrt(rows[1:, s.CARRY_SQUARE])
+        return {
+            "cosine": np.array([1 - histogram_quantile(h, 0.5) for h in histograms]),
+            "cosine_p05": np.array([1 - histogram_quantile(h, 0.95) for h in histograms]),
+            "cosine_p95": np.array([1 - histogram_quantile(h, 0.05) for h in histograms]),
+            "cosine_to_input": rows[:, s.TO_INPUT] / _nan_where_zero(rows[:, s.TO_INPUT_COUNT]),
+            "token_cosine": rows[:, s.TOKEN] / _nan_where_zero(rows[:, s.TOKEN_COUNT]),
+            "branch_share": np.where(histograms.sum(1) > 0, branch / (branch + carry), np.nan),
+        }
+
+
+def bucket_middles() -> Array:
+    """The geometric middle of each bucket of 1 - cos; bucket 0 stands for 0."""
+    middles = 2.0 ** ((np.arange(s.BUCKETS) - 0.5) / s.BUCKETS_PER_OCTAVE - s.OCTAVES_BELOW)
+    middles[0] = 0.0
+    return np.minimum(middles, 2.0)
+
+
+_MIDDLES = bucket_middles()
+
+
+def histogram_quantile(counts: Array, q: float) -> float:
+    """The q-quantile of 1 - cos from its bucket counts, as numpy's linear rule on the bucket middles.
+
+    A quarter-octave bucket's middle is within 2^(1/8) - 1 = 9.1 % of every value in it.
+    """
+    total = counts.sum()
+    if not total > 0:
+        return float("nan")
+    cumulative = np.cumsum(counts)
+    rank = q * (total - 1)
+    low, high = np.searchsorted(cumulative, [np.floor(rank), np.ceil(rank)], side="right")
+    fraction = rank - np.floor(rank)
+    return float(_MIDDLES[low] * (1 - fraction) + _MIDDLES[high] * fraction)
+
+
+def parameter_metrics(values: Array, sampled: Array) -> dict[str, Array]:
+    """Metrics of the parameters from the rows [4, n]: norm, gradient norm, change and norm of the sampled entries.
+
+    param_norm, param_grad_norm: NaN where not read (frozen, gradient None), inf where the tensor holds non-finite
+    entries. update_ratio = |dw| / |w|; NaN where the weights were exactly zero before the step.
+    """
+    norm, gradient, change, before = np.where(sampled & ~np.isfinite(values), np.inf, values)
+    with np.errstate(all="ignore"):
+        ratio = np.where(before > 0, change / before, np.nan)
+    return {"param_norm": norm, "param_grad_norm": gradient, "update_ratio": ratio}
+
+
+def unit_metrics(vectors: dict[str, Array], kinds: dict[str, str]) -> tuple[dict[str, Array], dict[str, list[str]]]:
+    """dead_fraction and saturation per activation module, and their labels.
+
+    Args:
+        vectors: label -> [saturated, size, counts per unit...].
+        kinds: label -> "rectifier", "smooth", "input", "sigmoid" or "tanh".
+    """
+    dead = [label for label in vectors if kinds[label] in ("rectifier", "smooth", "input")]
+    bounded = [label for label in vectors if kinds[label] in ("sigmoid", "tanh")]
+    metrics: dict[str, Array] = {}
+    labels: dict[str, list[str]] = {}
+    if dead:
+        metrics["dead_fraction"] = np.array([float(np.mean(vectors[label][2:] == 0)) for label in dead])
+        labels["dead_fraction"] = dead
+    if bounded:
+        metrics["saturation"] = np.array([vectors[label][0] / vectors[label][1] for label in bounded])
+        labels["saturation"] = bounded
+    return metrics, labels
+
+
+def zero_share(vector: Array) -> float:
+    """The share of exact zeros among what a unit probe counted."""
+    return float(1 - vector[2:].sum() / vector[1])
+
+
+def _nan_where_zero(x: Array) -> Array:
+    return np.where(x > 0, x, np.nan)

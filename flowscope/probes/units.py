@@ -1,0 +1,155 @@
+"""Dead and saturated units of activation modules, counted on the same deposit-on-backward mechanism.
+
+A unit (one feature or channel) is dead in a step when it was zero at every position of every micro-batch. A unit is
+saturated at a position when its derivative is small: |tanh z| > tanh 2.5, sigmoid outside (sigmoid -5, sigmoid 5).
+A rectifier that is a function call has no module: it is seen at the input of the next parametrised module.
+
+Axis letters: B batch, T positions, U units (at most `WatchConfig.units`, evenly spaced).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.plan import display_path
+from flowscope.probes.deposit import Switch
+from flowscope.probes.hooks import Hook, Hooks, on_gradient
+from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
+from flowscope.probes.statistics import feature_last, wide
+
+RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
+SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
+SMOOTH_NAMES = ("gelu", "silu", "swish", "mish")
+SMOOTH_ZERO = 1e-5
+"""GELU and SiLU never reach zero: a unit below this counts as off (TheDeepChecker's limit)."""
+RECTIFIED_SHARE = 0.05
+"""An input with fewer exact zeros than this did not come from a rectifier, and is not watched further."""
+PARAMETRISED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+TANH_LIMIT = math.tanh(2.5)
+SIGMOID_LIMIT = 1.0 / (1.0 + math.exp(-5.0))
+
+
+class UnitProbe:
+    """Counts of one module: per unit, how often it was on; in all, how many values are saturated or exactly zero."""
+
+    def __init__(self, label: str, kind: str) -> None:
+        self.label, self.kind = label, kind
+        self.counts: Tensor | None = None
+        self.sums: Tensor | None = None
+        self.hook: Hook | None = None
+
+    def deposit(self, counts: Tensor, sums: Tensor, gradient: Tensor) -> None:
+        """Add what the forward counted, now that its gradient arrived."""
+        del gradient
+        if self.counts is None or self.sums is None or self.counts.shape != counts.shape:
+            self.counts, self.sums = counts.clone(), sums.clone()
+        else:
+            self.counts += counts
+            self.sums += sums
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """Return "rectifier", "smooth", "sigmoid" or "tanh" for an activation module, None for any other."""
+    name = type(module).__name__.lower()
+    if isinstance(module, RECTIFIERS) or name.startswith("relu"):
+        return "rectifier"
+    if isinstance(module, SMOOTH) or any(part in name for part in SMOOTH_NAMES):
+        return "smooth" if not list(module.parameters(recurse=False)) and not list(module.children()) else None
+    if isinstance(module, nn.Sigmoid):
+        return "sigmoid"
+    return "tanh" if isinstance(module, nn.Tanh) else None
+
+
+class UnitObserver:
+    """Dead and saturated units of every activation module (and of rectified inputs) of a model."""
+
+    PART = "units"
+
+    def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
+        self._switch, self._units, self._faults = switch, config.units, hooks.faults
+        self.probes: list[UnitProbe] = []
+        self._counted: dict[int, weakref.ref[Tensor]] = {}
+        readers: dict[int, AxisReader] = {}
+        for path, module in model.named_modules():
+            kind = activation_kind(module)
+            if kind is None and not isinstance(module, PARAMETRISED):
+                continue
+            parent = model.get_submodule(path.rpartition(".")[0])
+            reader = readers.setdefault(id(parent), AxisReader.of(parent))
+            if kind is not None:
+                probe = UnitProbe(display_path(path), kind)
+                probe.hook = hooks.after(module, self.PART, partial(self._after, probe, reader))
+            else:
+                probe = UnitProbe(f"{display_path(path)}:input", "input")
+                probe.hook = hooks.before(module, self.PART, partial(self._before, probe, reader))
+            self.probes.append(probe)
+
+    def _after(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
+        if self._switch.sampling and not self._switch.paused:
+            x = hidden_output(output, None)
+            if x is not None:
+                self._count(probe, reader, x)
+
+    def _before(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._switch.sampling and not self._switch.paused and not is_compiling():
+            x = hidden_input(args, kwargs)
+            if x is not None and not self._already_counted(x):
+                self._count(probe, reader, x)
+
+    def _already_counted(self, x: Tensor) -> bool:
+        held = self._counted.get(id(x))
+        return held is not None and held() is x
+
+    def _count(self, probe: UnitProbe, reader: AxisReader, x: Tensor) -> None:
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return
+        if not is_compiling() and probe.kind != "input":
+            self._counted[id(x)] = weakref.ref(x)
+        with torch.no_grad():
+            states, axis, _ = reader.read(x.detach())
+            states = feature_last(states, axis).flatten(0, 1)
+            states = states[:, :: -(-states.shape[1] // self._units)]
+            dtype = wide(x.device)
+            on = states.abs() > SMOOTH_ZERO if probe.kind == "smooth" else states != 0
+            counts = on.sum(0, dtype=dtype)
+            size = torch.full((), states.numel(), dtype=dtype, device=x.device)
+            saturated = _saturated(probe.kind, states, dtype)
+        on_gradient(x, self.PART, partial(probe.deposit, counts, torch.stack([saturated, size])), self._faults)
+
+    def end_step(self) -> None:
+        """Forget which tensors were counted."""
+        self._counted.clear()
+
+    def take(self) -> list[tuple[Tensor, UnitProbe]]:
+        """Return [saturated, size, counts...] of the probes that saw a gradient, and start again from nothing."""
+        taken = []
+        for probe in self.probes:
+            if probe.counts is not None and probe.sums is not None:
+                taken.append((torch.cat([probe.sums, probe.counts]), probe))
+                probe.counts = probe.sums = None
+        return taken
+
+    def keep(self, rectified: Callable[[UnitProbe], bool]) -> None:
+        """Switch off the input probes that `rectified` denies (decided on the host from the first record)."""
+        for probe in list(self.probes):
+            if probe.kind == "input" and not rectified(probe):
+                assert probe.hook is not None
+                probe.hook.on = False
+                self.probes.remove(probe)
+
+
+def _saturated(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor:
+    if kind == "tanh":
+        return (states.abs() > TANH_LIMIT).sum(dtype=dtype)
+    if kind == "sigmoid":
+        return ((states - 0.5).abs() > SIGMOID_LIMIT - 0.5).sum(dtype=dtype)
+    return torch.zeros((), dtype=dtype, device=states.device)

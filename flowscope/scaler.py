@@ -1,0 +1,40 @@
+"""A GradScaler skips the optimizer when it finds inf, and no optimizer hook fires: its `update` tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowscope.errors import FlowscopeError
+
+
+class ScalerWatch:
+    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps and keeps the scale of each step."""
+
+    def __init__(self, scaler: Any, on_skip: Callable[[], None]) -> None:
+        if not callable(getattr(scaler, "update", None)) or not hasattr(scaler, "_per_optimizer_states"):
+            raise FlowscopeError(
+                f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the training loop."
+            )
+        self._scaler, self._on_skip = scaler, on_skip
+        self._stepped = False
+        self._update = scaler.update
+        scaler.update = self._watched_update
+
+    def take_scale(self) -> Any:
+        """The loss scale used in this step's backward (a tensor copied on the device, or a number); marks a step as made."""
+        self._stepped = True
+        scale = self._scaler._scale
+        return scale.detach().clone() if scale is not None else float(self._scaler.get_scale())
+
+    def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
+        stepped, self._stepped = self._stepped, False
+        if not stepped and self._scaler._per_optimizer_states:
+            self._on_skip()
+            self._stepped = False
+        return self._update(*args, **kwargs)
+
+    def close(self) -> None:
+        """Give the scaler its own `update` back."""
+        if self._scaler.__dict__.get("update") == self._watched_update:
+            del self._scaler.update

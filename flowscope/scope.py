@@ -1,0 +1,492 @@
+"""`watch` and the `Scope` it returns: owns the probes, turns steps into records, and hands them to detectors and sinks."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowscope._version import __version__
+from flowscope.config import WatchConfig, make_config
+from flowscope.detectors import DetectorSet
+from flowscope.discovery.flows import find_flows
+from flowscope.discovery.plan import FlowPlan
+from flowscope.errors import FlowscopeError
+from flowscope.faults import LOGGER, Faults
+from flowscope.optimizers import OptimizerClock
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.deposit import Canary
+from flowscope.probes.hooks import Hooks
+from flowscope.probes.observation import Observation, Snapshot
+from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
+from flowscope.scaler import ScalerWatch
+from flowscope.schedule import Schedule, make_schedule
+from flowscope.sinks import ConsoleSink, JsonlSink, Sink
+from flowscope.summary import summarize
+
+GRADIENT_METRICS = frozenset(
+    {"grad_norm", "grad_rms", "gain", "gradient_product", "nonfinite_grad", "param_grad_norm", "update_ratio"}
+)
+"""What a step that the GradScaler skipped does not say: its gradients were thrown away."""
+
+AlertCallback = Callable[[Alert], Any]
+
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    log_dir: str | Path | None = None,
+    every: int | Schedule = 10,
+    on_alert: AlertCallback | Sequence[AlertCallback] | None = None,
+    sinks: Iterable[Sink] = (),
+    flows: Sequence[str] | None = None,
+    scaler: Any = None,
+    config: WatchConfig | dict[str, Any] | None = None,
+) -> Scope:
+    """Attach to a model and observe its training from the next step on. Never changes or stops the training.
+
+    Args:
+        model: any module with parameters; attach before its first compiled call.
+        optimizer: the optimizer, or a list in the order they step; its step hook marks the end of a step. Without one,
+            the optimizer that holds the model's parameters is found when it first steps; `scope.step()` is the fallback.
+        log_dir: folder for `flowscope.jsonl` and the TensorBoard files; None writes nothing.
+        every: sample step k when k < 10 or k % every == 0, or a pure function `step -> bool`.
+        on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
+        sinks: further objects with `write(event)` and `close()`.
+        flows: module paths to use as the depth axis instead of the discovered ones (`flowscope.find_flows(model)`).
+        scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
+        config: `WatchConfig` or a dict of its keys.
+
+    Raises:
+        FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
+    """
+    return Scope(
+        model,
+        optimizer,
+        log_dir=log_dir,
+        every=every,
+        on_alert=on_alert,
+        sinks=sinks,
+        flows=flows,
+        scaler=scaler,
+        config=config,
+    )
+
+
+class _Pending:
+    """A step that ended: its snapshot (None where it was not sampled), canary and losses, until they become a record."""
+
+    def __init__(
+        self, step: int, snapshot: Snapshot | None, canary: HostCopy, losses: list[Any], flags: tuple[str, ...], scale: Any
+    ) -> None:
+        self.step, self.snapshot, self.canary, self.losses, self.flags = step, snapshot, canary, losses, flags
+        self.scale = scale
+
+    def ready(self) -> bool:
+        return self.canary.ready() and (self.snapshot is None or self.snapshot.ready())
+
+
+class Scope:
+    """What `watch` returns. Use as a context manager, or call `close()` at the end of training.
+
+    Attributes:
+        flows: the flows being watched (`FlowPlan`, printable).
+        config: the `WatchConfig` in force.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        log_dir: str | Path | None,
+        every: int | Schedule,
+        on_alert: AlertCallback | Sequence[AlertCallback] | None,
+        sinks: Iterable[Sink],
+        flows: Sequence[str] | None,
+        scaler: Any,
+        config: WatchConfig | dict[str, Any] | None,
+    ) -> None:
+        _check_model(model)
+        self.config = make_config(config)
+        self._schedule = make_schedule(every)
+        self._callbacks = _callbacks(on_alert)
+        self.flows: FlowPlan = find_flows(model, flows)
+        given_sinks = _checked_sinks(sinks)
+        self._faults = Faults()
+        self._hooks = Hooks(self._faults)
+        self._closed = False
+        self._step = 0
+        self._samples = 0
+        self._forwards_at_end = 0
+        self._ended_unclaimed = False
+        self._losses: list[Any] = []
+        self._pending: deque[_Pending] = deque()
+        self._records: deque[Record] = deque(maxlen=self.config.max_records)
+        self._alerts: deque[Alert] = deque(maxlen=self.config.max_alerts)
+        self._detectors = DetectorSet(self.config)
+        self._header = RunHeader(__version__, (), {}, self.config.model_dump(mode="json"), _environment())
+        self._header_written = False
+        self._replays: list[Any] = []
+        self._updating = False
+        self._working = False
+        # sinks before hooks: an unwritable log_dir must leave the model untouched
+        self._sinks: list[tuple[str, Sink]] = [*self._own_sinks(log_dir), *given_sinks]
+        try:
+            self._observation = Observation(model, self.flows, self.config, self._hooks)
+            self._clock = OptimizerClock(model, optimizer, self, self._hooks)
+            self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
+        except BaseException:
+            self._hooks.close()
+            raise
+        _WATCHED[model] = weakref.ref(self)
+        self._model = weakref.ref(model)
+        for note in self.flows.notes:
+            LOGGER.info("flowscope: %s", note)
+        if not len(self.flows):
+            LOGGER.warning("flowscope: no depth axis found in %s; only parameter metrics.", type(model).__name__)
+        self._begin_step()
+
+    def _own_sinks(self, log_dir: str | Path | None) -> list[tuple[str, Sink]]:
+        own: list[tuple[str, Sink]] = []
+        if log_dir is not None:
+            from flowscope.sinks.tensorboard import TensorBoardSink
+
+            own.append(("sink JsonlSink", JsonlSink(log_dir)))
+            own.append(("sink TensorBoardSink", TensorBoardSink(log_dir, self.config.images_every)))
+        console = self.config.console
+        if console in ("alerts", "records") or (console == "auto" and not self._callbacks):
+            own.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
+        return own
+
+    # -- the user's calls -------------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
+        """Give the loss of a step; without an optimizer, also mark the end of the step. Never synchronises.
+
+        Args:
+            loss: a scalar tensor or number. It belongs to the step that ended since the previous call, else to the one
+                under way; several are averaged.
+            step: renumbers the step that just ended; the count goes on from there.
+
+        Raises:
+            FlowscopeError: the scope is closed, or `loss` is neither a tensor nor a number.
+        """
+        if self._closed:
+            raise FlowscopeError("scope.step() after scope.close(): got a closed scope; call flowscope.watch again.")
+        value = _loss_value(loss)
+        if not self._clock.optimizers:
+            self._faults.guard("step", self._end_unmarked_step)
+        ended, self._ended_unclaimed = self._ended_unclaimed, False
+        if value is not None:
+            self._claim(value, ended=ended)
+        if step is not None and ended:
+            self._renumber(step)
+        self._faults.guard("records", self._finish_pending, False)
+
+    def _claim(self, value: Tensor | float, *, ended: bool) -> None:
+        """A loss belongs to the step that ended since the previous call, else to the one under way."""
+        if not ended:
+            self._losses.append(value)
+        elif self._pending:
+            self._pending[-1].losses.append(value)
+        elif self._records and self._records[-1].step == self._step - 1 and self._records[-1].loss is None:
+            # the record was read before its loss came
+            self._records[-1].loss = float(value)
+
+    def pause(self) -> None:
+        """Observe nothing until `resume`; steps are still counted."""
+        self._observation.switch.paused = True
+        self._observation.drop()
+
+    def resume(self) -> None:
+        """Observe again, from the next step on."""
+        self._observation.switch.paused = False
+        self._observation.drop()
+
+    @property
+    def records(self) -> list[Record]:
+        """The records so far (bounded: `WatchConfig.max_records`); waits for copies under way."""
+        self._faults.guard("records", self._finish_pending, True)
+        return list(self._records)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
+        self._faults.guard("records", self._finish_pending, True)
+        return list(self._alerts)
+
+    def summary(self) -> str:
+        """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
+        records, alerts = self.records, self.alerts
+        return summarize(self._header, records, alerts, self._faults.failed, self.flows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
+        self._faults.guard("records", self._finish_pending, True)
+        return {"step": self._step, "samples": self._samples, "detectors": self._detectors.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`: the next step has its number, detectors neither warm up nor repeat an alert."""
+        self._step, self._samples = int(state["step"]), int(state["samples"])
+        self._detectors.load_state_dict(state["detectors"])
+        self._begin_step()
+
+    def close(self) -> None:
+        """Finish what is pending, remove every hook, close the sinks. Idempotent; records and alerts stay readable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._faults.guard("records", self._finish_pending, True)
+        self._hooks.close()
+        self._observation.drop()
+        if self._scaler is not None:
+            self._scaler.close()
+        for part, sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                self._faults.report(part, error)
+        model = self._model()
+        if model is not None:
+            _WATCHED.pop(model, None)
+
+    def __enter__(self) -> Scope:
+        """The scope itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close."""
+        self.close()
+
+    # -- the step (called by the optimizer clock) -----------------------------------------------------------------------
+
+    def before_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
+        """An optimizer of the model is about to step."""
+        del last
+        if not self._observing() or closure:
+            if self._observing() and not self._updating:
+                self._updating = True
+                self._observation.before_update()
+            return
+        if not self._updating:
+            self._updating = True
+            self._replays = self._observation.replay_time()
+            self._observation.before_update()
+        self._observation.read_gradients({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    def after_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
+        """An optimizer has stepped; the last one ends the step."""
+        if self._observing():
+            if closure:
+                self._observation.read_gradients({id(p) for group in optimizer.param_groups for p in group["params"]})
+            if last:
+                self._observation.read_gradients()
+                self._observation.after_update()
+        if last:
+            self._end_step()
+
+    def foreign_step(self) -> None:
+        """What is pending belongs to an optimizer that is not ours, unless ours steps before the next forward."""
+        self._observation.switch.stale = True
+
+    def forward_since_step(self) -> bool:
+        """Whether the model ran since the last step ended."""
+        return self._observation.forwards > self._forwards_at_end
+
+    def _step_skipped(self) -> None:
+        """The GradScaler found inf and skipped the optimizer."""
+        self._end_step(flags=("skipped",))
+
+    def _observing(self) -> bool:
+        switch = self._observation.switch
+        return switch.sampling and not switch.paused
+
+    def _end_unmarked_step(self) -> None:
+        if self._observing():
+            self._replays = self._observation.replay_time()
+            self._observation.read_gradients()
+            self._observation.after_update()
+        self._end_step()
+
+    def _begin_step(self) -> None:
+        sampling = bool(self._faults.guard("schedule", self._schedule, self._step))
+        slow = sampling and self.config.slow_every > 0 and self._samples % self.config.slow_every == 0
+        self._observation.begin_step(sampling=sampling, slow=slow)
+        if sampling and not self._clock_optimizers():
+            self._observation.before_update()
+
+    def _clock_optimizers(self) -> list[Any]:
+        return self._clock.optimizers if hasattr(self, "_clock") else []
+
+    def _end_step(self, flags: tuple[str, ...] = ()) -> None:
+        snapshot = None
+        if self._observing():
+            self._samples += 1
+            snapshot = self._observation.snapshot(self._clock.optimizers, self._replays)
+        scale = self._scaler.take_scale() if self._scaler is not None else None
+        self._pending.append(
+            _Pending(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
+        )
+        self._losses, self._replays, self._updating = [], [], False
+        self._ended_unclaimed = True
+        self._forwards_at_end = self._observation.forwards
+        self._step += 1
+        self._begin_step()
+        self._faults.guard("records", self._finish_pending, False)
+
+    def _renumber(self, step: int) -> None:
+        if not isinstance(step, int) or step < 0:
+            raise FlowscopeError(f"scope.step(step=...): got {step!r}, expected a step number >= 0.")
+        if self._pending:
+            self._pending[-1].step = step
+        self._step = step + 1
+        self._begin_step()
+
+    # -- from pending steps to records ------------------------------------------------------------------------------------
+
+    def _finish_pending(self, everything: bool) -> None:
+        """Turn ended steps into records. The newest waits for its loss until the next step ends, unless `everything`."""
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._pending:
+                newest = len(self._pending) == 1
+                pending = self._pending[0]
+                if not everything and ((newest and self._ended_unclaimed) or not pending.ready()):
+                    return
+                self._pending.popleft()
+                self._finish(pending)
+        finally:
+            self._working = False
+
+    def _finish(self, pending: _Pending) -> None:
+        losses = [float(value) for value in pending.losses]
+        counts = pending.canary.read()
+        canary = sum((part[:, 0] for part in counts), np.zeros(len(Canary.KINDS)))
+        canary[Canary.KINDS.index("loss")] += sum(not np.isfinite(value) for value in losses)
+        if pending.snapshot is None:
+            if not canary.any() or "skipped" in pending.flags:
+                return
+            record = Record(pending.step, flags=("unsampled", *pending.flags), flow_names=self._flow_names())
+        else:
+            made = self._faults.guard("records", pending.snapshot.record, pending.step)
+            if made is None:
+                return
+            record, layouts = made
+            record.flags = pending.flags
+            if "skipped" in pending.flags:
+                record.metrics = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
+            if pending.scale is not None:
+                self._unscale(record, pending)
+            self._update_header(layouts, record)
+            record.flow_names = self._flow_names()
+        record.loss = float(np.mean(losses)) if losses else None
+        record.metrics["canary"] = canary
+        record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
+        if pending.snapshot is not None:
+            self._records.append(record)
+            self._emit(record)
+        for alert in self._faults.guard("detectors", self._detectors.check, record, self._header) or []:
+            self._alerts.append(alert)
+            self._emit(alert)
+            for number, callback in enumerate(self._callbacks):
+                self._faults.guard(f"on_alert callback {number}", callback, alert)
+
+    @staticmethod
+    def _unscale(record: Record, pending: _Pending) -> None:
+        """Activation gradients arrive multiplied by the loss scale; ratios need no correction."""
+        scale = float(pending.scale)
+        for key in record.metrics:
+            if key.partition("@")[0] in ("grad_norm", "grad_rms"):
+                record.metrics[key] = record.metrics[key] / scale
+
+    def _flow_names(self) -> tuple[str, ...]:
+        return tuple(flow.name for flow in self._header.flows)
+
+    def _update_header(self, layouts: list[FlowLayout], record: Record) -> None:
+        """Write the header again when a flow or the rows of a metric changed."""
+        flows = {flow.name: flow for flow in self._header.flows}
+        flows.update({layout.name: layout for layout in layouts})
+        labels = {**self._header.labels, **record.metric_labels, "canary": Canary.KINDS}
+        if self._header_written and tuple(flows.values()) == self._header.flows and labels == self._header.labels:
+            return
+        self._header = RunHeader(
+            self._header.version, tuple(flows.values()), labels, self._header.config, self._header.environment
+        )
+        self._header_written = True
+        self._emit(self._header)
+
+    def _emit(self, event: Event) -> None:
+        for part, sink in self._sinks:
+            self._faults.guard(part, sink.write, event)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise FlowscopeError(f"watch(model): got {type(model).__name__}, expected a torch.nn.Module.")
+    if next(model.parameters(), None) is None:
+        raise FlowscopeError(
+            f"watch(model): {type(model).__name__} has no parameters, so there is nothing to train or observe. "
+            "Watch the module that holds them, after its layers are built."
+        )
+    scope = _WATCHED.get(model)
+    if scope is not None and (live := scope()) is not None and not live._closed:
+        raise FlowscopeError(
+            f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the first scope, or use it."
+        )
+
+
+def _callbacks(on_alert: Any) -> list[AlertCallback]:
+    if on_alert is None:
+        return []
+    given = list(on_alert) if isinstance(on_alert, (list, tuple)) else [on_alert]
+    for callback in given:
+        if not callable(callback):
+            raise FlowscopeError(
+                f"watch(on_alert=...): got {type(callback).__name__} ({callback!r}), expected a callable that takes an "
+                "Alert, or a list of them; on_alert=print prints them."
+            )
+    return given
+
+
+def _checked_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
+    out: list[tuple[str, Sink]] = []
+    for number, sink in enumerate(sinks):
+        if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
+            raise FlowscopeError(
+                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with write(event) and close()."
+            )
+        out.append((f"sink {type(sink).__name__} {number}", sink))
+    return out
+
+
+def _loss_value(loss: Any) -> Tensor | float | None:
+    if loss is None or isinstance(loss, (int, float)):
+        return loss
+    if isinstance(loss, np.ndarray | np.generic):
+        return float(loss.mean())
+    if not isinstance(loss, Tensor):
+        raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
+    return loss.detach().float().mean()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "flowscope": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+    }

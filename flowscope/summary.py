@@ -1,0 +1,61 @@
+"""`scope.summary()`: the state of a run in a few lines, from records and alerts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flowscope.records import Alert, Record, RunHeader, metric_key
+from flowscope.sinks.console import sparkline
+
+
+def summarize(
+    header: RunHeader, records: Sequence[Record], alerts: Sequence[Alert], failed: Mapping[str, str], plan: Any
+) -> str:
+    """Return the summary: flows and their last profile, standing alerts, parameters without gradient, failed parts."""
+    if not records:
+        return f"flowscope: no record yet.\n{plan}"
+    last = records[-1]
+    loss = "" if last.loss is None else f", loss {last.loss:.4g}"
+    lines = [f"flowscope: {len(records)} records, last at step {last.step}{loss}"]
+    for number, flow in enumerate(header.flows):
+        key = metric_key("gradient_product", None if number == 0 else flow.name)
+        product = next((r.metrics[key] for r in reversed(records) if key in r.metrics), None)
+        if product is not None:
+            lines.append(f"  {flow.name} ({flow.kind}, {len(flow.points)} points): {_profile(product, flow.points)}")
+    standing = _standing(alerts)
+    lines += [f"  {alert}" for alert in standing] or ["  no alert stands"]
+    lines += _without_gradient(records)
+    lines += [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
+    return "\n".join(lines)
+
+
+def _profile(product: np.ndarray[Any, Any], points: Sequence[str]) -> str:
+    if not np.isfinite(product).any():
+        return "no gradient seen"
+    low = int(np.nanargmin(np.where(np.isfinite(product), product, np.nan)))
+    return f"gradient product {sparkline(product)} least {product[low]:.3g} at {points[low]}"
+
+
+def _standing(alerts: Sequence[Alert]) -> list[Alert]:
+    standing: dict[tuple[str, str | None], Alert] = {}
+    for alert in alerts:
+        if alert.state == "raised":
+            standing[alert.kind, alert.flow] = alert
+        else:
+            standing.pop((alert.kind, alert.flow), None)
+    return list(standing.values())
+
+
+def _without_gradient(records: Sequence[Record]) -> list[str]:
+    held = [r for r in records if "param_grad_norm" in r.metrics]
+    if not held:
+        return []
+    never = np.all([np.isnan(r["param_grad_norm"]) & (r["param_trainable"] == 1) for r in held], axis=0)
+    names = [name for name, missing in zip(held[-1].labels("param_grad_norm"), never, strict=True) if missing]
+    if not names:
+        return []
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"  never got a gradient: {shown}"]
