@@ -1,0 +1,46 @@
+"""Depth made to fit a width: the shared step of sparklines and images."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+# names of metrics whose size matters by its order of magnitude end in one of these words
+_BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
+
+
+def is_log_metric(metric: str) -> bool:
+    """Whether a metric is drawn on a log scale (norms, gains, products, ratios) or a linear one (cosines, shares)."""
+    return bool(_BY_MAGNITUDE & set(metric.split("_")))
+
+
+def log10(values: ArrayLike) -> NDArray[np.float64]:
+    """Log10 without warnings: 0 gives -inf, negative numbers and NaN give NaN; any shape."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log10(np.asarray(values, dtype=np.float64))
+
+
+def bin_means(values: NDArray[np.float64], bins: int) -> NDArray[np.float64]:
+    """Means over `bins` consecutive, nearly equal stretches of the first axis.
+
+    Args:
+        values: [L, ...]; NaN is left out of a mean, and a bin of nothing but NaN is NaN.
+        bins: how many rows may come out; fewer rows than that come back unchanged.
+
+    Returns:
+        [min(L, bins), ...].
+    """
+    length = values.shape[0]
+    if length <= bins:
+        return values
+    edges = np.arange(bins + 1) * length // bins
+    rows: list[NDArray[Any]] = []
+    for start, end in pairwise(edges.tolist()):
+        part = values[start:end]
+        seen = ~np.isnan(part)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rows.append(np.where(seen, part, 0.0).sum(axis=0) / seen.sum(axis=0))
+    return np.stack(rows)

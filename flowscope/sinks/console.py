@@ -1,0 +1,199 @@
+"""One line a record and alerts in full, for a terminal; profiles of several runs side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.sinks.binning import bin_means, is_log_metric, log10
+
+WIDTH = 40
+ROWS = 14
+BAR = 12
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_ASCII_LEVELS = "_.-=+*%#"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_NOT_SEEN = "·"
+
+
+class ConsoleSink:
+    """Prints to a terminal.
+
+    Args:
+        stream: where to; None is `sys.stdout` at the time of writing (so that redirection works).
+        records: also print a line for each record (step, loss, least gradient product with its place, a sparkline of
+            the gradient product from the input on the left to the output on the right); alerts are always printed.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, records: bool = True) -> None:
+        self._stream = stream
+        self._records = records
+        self._closed = False
+
+    def write(self, event: Event) -> None:
+        """Print the event: a line at most for a header or record."""
+        stream = self._stream if self._stream is not None else sys.stdout
+        if self._closed or stream is None:  # a process without a terminal (pythonw) has no stdout
+            return
+        ascii_only = not can_encode(stream)
+        if isinstance(event, Alert):
+            line = str(event)
+        elif not self._records:
+            return
+        elif isinstance(event, RunHeader):
+            line = _header_line(event)
+        else:
+            line = record_line(event, ascii_only=ascii_only)
+        if ascii_only:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            line = line.encode(encoding, "replace").decode(encoding)
+        stream.write(line + "\n")
+        stream.flush()
+
+    def close(self) -> None:
+        """Stop printing; the stream stays open, it is not ours."""
+        self._closed = True
+
+
+def can_encode(stream: TextIO) -> bool:
+    """Whether the stream's encoding has the block characters of sparklines and bars."""
+    try:
+        (_LEVELS + _EIGHTHS + _NOT_SEEN).encode(getattr(stream, "encoding", None) or "utf-8")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
+
+
+def record_line(record: Record, *, ascii_only: bool = False) -> str:
+    """One line: step, loss, log10 of the least gradient product and its place, sparkline of the gradient product."""
+    parts = [f"step {record.step:>6}", "loss      -" if record.loss is None else f"loss {record.loss:>#6.4g}"]
+    if "gradient_product" in record:
+        product = record["gradient_product"]
+        parts.append(_least(product, record.labels("gradient_product")))
+        parts.append(sparkline(product, ascii_only=ascii_only))
+    parts += [f"[{flag}]" for flag in record.flags]
+    return "  ".join(parts)
+
+
+def _least(product: NDArray[np.float64], labels: list[str]) -> str:
+    seen = ~np.isnan(product)
+    if not seen.any():
+        return "gradient product not seen"
+    index = int(np.nanargmin(product))
+    place = labels[index] if index < len(labels) else str(index)
+    return f"log10 least product {float(log10(product[index])):+.1f} at {place}"
+
+
+def _header_line(header: RunHeader) -> str:
+    flows = ", ".join(f"{flow.name} ({len(flow.blocks)} blocks)" for flow in header.flows) or "no flow"
+    return f"flowscope {header.version}: {flows}; profiles run from the input (left) to the output (right)"
+
+
+def sparkline(values: ArrayLike, width: int = WIDTH, log: bool = True, *, ascii_only: bool = False) -> str:
+    """A profile over depth as one line of bars.
+
+    On a log scale the highest bar is the largest value and the lowest the smallest, with at least one decade between
+    them (so that noise does not look like a slope); on a linear scale bars run from min(0, smallest) to the largest.
+
+    Args:
+        values: [L]; more than `width` values are averaged in bins (of their logarithms on a log scale).
+        width: the most characters that come out.
+        log: log scale (0 is drawn as the lowest bar, +inf as the highest, negative values as not seen).
+        ascii_only: use `_.-=+*%#` instead of block characters.
+
+    Returns:
+        At most `width` characters, one a value or bin; a dot where nothing was seen.
+    """
+    profile = np.asarray(values, dtype=np.float64).reshape(-1)
+    profile = bin_means(log10(profile) if log else profile, width)
+    finite = profile[np.isfinite(profile)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    low = min(low, high - 1.0) if log else min(low, 0.0)
+    levels = _ASCII_LEVELS if ascii_only else _LEVELS
+    dot = " " if ascii_only else _NOT_SEEN
+    return "".join(dot if np.isnan(v) else levels[round(_share(v, low, high) * (len(levels) - 1))] for v in profile)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where `value` lies between `low` (0) and `high` (1), held within both."""
+    if high <= low:
+        return 0.0 if value <= low else 1.0
+    return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def depth_profile_text(
+    records: Mapping[str, Record], metric: str = "gradient_product", *, rows: int = ROWS, ascii_only: bool = False
+) -> str:
+    """The profiles of one metric in several runs, side by side: depth downwards, a column of numbers and bars a run.
+
+    Args:
+        records: name of the run -> a record of it; all share one scale.
+        metric: a metric with one value a point or block; norms, gains, products and ratios are drawn on a log scale.
+        rows: at most so many rows, evenly spaced from the input to the output (both included).
+        ascii_only: use `#` for bars.
+
+    Returns:
+        Lines without a newline at the end. The rows are numbered by the deepest run; runs of other depth are read at
+        the same fraction of their own.
+
+    Raises:
+        FlowscopeError: no run is given, a record lacks the metric, or it is not a profile.
+    """
+    profiles = {name: _profile(name, record, metric) for name, record in records.items()}
+    if not profiles:
+        raise FlowscopeError("depth_profile_text: got no records, expected {'name of a run': record, ...}.")
+    log = is_log_metric(metric)
+    deepest = max(len(profile) for profile in profiles.values())
+    shown = np.unique(np.linspace(0, deepest - 1, min(rows, deepest)).round().astype(int))
+    fractions = shown / max(1, deepest - 1)
+    columns = {
+        name: profile[(fractions * (len(profile) - 1)).round().astype(int)] for name, profile in profiles.items()
+    }
+    low, high = _scale(np.concatenate(list(columns.values())), log)
+    width = max(10 + BAR, *(len(name) + 1 for name in columns))
+    scale = f"bars: {'log10 ' if log else ''}{low:.3g} to {high:.3g}"
+    lines = [f"{metric} (input first; {scale})", "depth  " + "".join(f"{name:<{width}}" for name in columns)]
+    for row, depth in enumerate(shown):
+        cells = (_cell(float(column[row]), log, low, high, ascii_only) for column in columns.values())
+        lines.append(f"{depth:>5}  " + "".join(f"{cell:<{width}}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _profile(name: str, record: Record, metric: str) -> NDArray[np.float64]:
+    profile = record[metric]
+    if profile.ndim != 1 or not profile.size:
+        raise FlowscopeError(
+            f"depth_profile_text: {metric!r} of {name!r} has shape {profile.shape}, expected one value a point or "
+            "block; a matrix is shown as an image by TensorBoardSink."
+        )
+    return profile
+
+
+def _scale(values: NDArray[np.float64], log: bool) -> tuple[float, float]:
+    if log:
+        values = log10(values)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return (min(low, high - 1.0) if log else min(low, 0.0)), high
+
+
+def _cell(value: float, log: bool, low: float, high: float, ascii_only: bool) -> str:
+    if np.isnan(value):
+        return f"{'-':>8} "
+    share = _share(float(log10(value)) if log else value, low, high)
+    return f"{value:>8.2g} {_bar(share, ascii_only)}"
+
+
+def _bar(share: float, ascii_only: bool) -> str:
+    """A bar of at most `BAR` characters; the smallest value keeps a trace."""
+    if ascii_only:
+        return "#" * max(1, round(share * BAR))
+    eighths = max(1, round(share * BAR * 8))
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")

@@ -1,0 +1,178 @@
+"""One JSON object a line in `flowscope.jsonl`: plain text that any tool reads and that a kill cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.sinks.append_file import AppendFile
+
+FILE_NAME = "flowscope.jsonl"
+
+
+class JsonlSink:
+    """Appends each event as one line of JSON to `log_dir/flowscope.jsonl`.
+
+    A kill at any moment loses at most the line being written; a full disk makes `write` raise and leaves the earlier
+    lines alone. A file of an earlier process is continued (`read_run` says how the two are joined).
+
+    Args:
+        log_dir: the folder, created where it is missing.
+
+    Raises:
+        FlowscopeError: the folder cannot be written.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        self._file = AppendFile(log_dir, FILE_NAME, line_based=True)
+        self.path = self._file.path
+
+    def write(self, event: Event) -> None:
+        """Append the event.
+
+        Raises:
+            OSError: the line did not fit or the sink is closed; the file ends with the last complete line.
+        """
+        self._file.write(encode_event(event))
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        self._file.close()
+
+
+def encode_event(event: Event) -> bytes:
+    """The event as one line of strict JSON (RFC 8259: no NaN or Infinity tokens), ended by a newline."""
+    data = event.to_json()
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):  # a limit set to inf, a numpy scalar, a path in the configuration
+        text = json.dumps(_strict(data), separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        # as in Record.to_json
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+@dataclass
+class Run:
+    """What `read_run` found.
+
+    Attributes:
+        header: the last header, None where the file has none.
+        records: by step, one a step; each carries the labels of the header before it.
+        alerts: in the order they were written.
+        skipped_lines: lines that are incomplete (a kill, or a writer at work) or not flowscope's.
+        superseded: records that a later record of the same step, or a resumed process, replaced.
+    """
+
+    header: RunHeader | None = None
+    records: list[Record] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    skipped_lines: int = 0
+    superseded: int = 0
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run back, however it ended.
+
+    A file may come from several processes, one after the other. A process that resumes from a checkpoint repeats steps
+    that the one before had already done, and those belong to a path that was given up. So the first record after a
+    header says where its process takes over: records and alerts of that step and later that were written before the
+    header are dropped. Between headers nothing is dropped but a record that a later one of the same step replaces.
+
+    Args:
+        path: the file, or the folder that holds `flowscope.jsonl`.
+
+    Returns:
+        A `Run`; lines that cannot be understood are counted, never raised.
+
+    Raises:
+        FlowscopeError: there is no such file.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / FILE_NAME
+    if not file.is_file():
+        raise FlowscopeError(
+            f"read_run({os.fspath(path)!r}): there is no file {os.fspath(file)!r}; expected {FILE_NAME} or the folder "
+            "that holds it: the log_dir given to flowscope.watch(model, log_dir=...)."
+        )
+    joiner = _Joiner()
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                joiner.add(line)
+    return joiner.run()
+
+
+class _Joiner:
+    """Joins the lines of one or more processes into one run."""
+
+    def __init__(self) -> None:
+        self.header: RunHeader | None = None
+        self.records: dict[int, Record] = {}
+        self.alerts: list[Alert] = []
+        self.skipped = self.superseded = 0
+        # what was written before the last header, while no record has followed it yet
+        self.before: tuple[set[int], int] | None = None
+
+    def add(self, line: bytes) -> None:
+        """Take one line, or count it as skipped."""
+        try:
+            event = _decode(line, self.header)
+        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            self.skipped += 1
+            return
+        if isinstance(event, RunHeader):
+            self.header = event
+            self.before = (set(self.records), len(self.alerts))
+        elif isinstance(event, Alert):
+            self.alerts.append(event)
+        else:
+            self._take_over(event.step)
+            self.superseded += event.step in self.records
+            self.records[event.step] = event
+
+    def _take_over(self, step: int) -> None:
+        if self.before is None:
+            return
+        steps, count = self.before
+        self.before = None
+        for old in [s for s in steps if s >= step]:
+            del self.records[old]
+            self.superseded += 1
+        self.alerts = [a for i, a in enumerate(self.alerts) if i >= count or a.step < step]
+
+    def run(self) -> Run:
+        """The joined run."""
+        records = [self.records[step] for step in sorted(self.records)]
+        return Run(self.header, records, self.alerts, self.skipped, self.superseded)
+
+
+def _decode(line: bytes, header: RunHeader | None) -> Event:
+    data = json.loads(line)
+    kind = data["type"]
+    if kind == "record":
+        return Record.from_json(data, header)
+    if kind == "alert":
+        return Alert.from_json(data)
+    if kind == "run":
+        return RunHeader.from_json(data)
+    raise ValueError(f"unknown type of event: {kind!r}")

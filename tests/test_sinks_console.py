@@ -1,0 +1,171 @@
+"""The console sink, sparklines and side-by-side profiles."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert, FlowLayout, Record, RunHeader
+from flowscope.sinks import ConsoleSink, depth_profile_text, sparkline
+from flowscope.sinks.binning import bin_means, is_log_metric, log10
+
+
+def make_record(product: list[float] | np.ndarray, **others: np.ndarray) -> Record:
+    labels = {"gradient_product": tuple(f"layers.{i}" for i in range(len(product)))}
+    metrics = {"gradient_product": np.asarray(product, dtype=float), **others}
+    return Record(20, 2.3456, metrics, flow_names=("layers",), metric_labels=labels)
+
+
+ALERT = Alert("dead_units", "warning", "layers.2", 20, 0.99, 0.9, "99 % of units are dead", "lower the learning rate")
+
+
+def test_sparkline_by_hand() -> None:
+    # eight decades on eight levels
+    assert sparkline([10.0**k for k in range(-7, 1)]) == "▁▂▃▄▅▆▇█"
+    # linear from 0: 0.5 of seven steps is 3.5, rounded half to even to level 4
+    assert sparkline([0.0, 0.5, 1.0], log=False) == "▁▅█"
+    # linear with negative values starts at the smallest: 1/2 -> level 4, 1/7 * 7 -> level 1
+    assert sparkline([-1.0, 0.0, 1.0], log=False) == "▁▅█"
+    assert sparkline([0.0, 1.0, 7.0], log=False) == "▁▂█"
+    # less than a decade is drawn on one: 0.3 decades below the top of 7 steps is 7 - 2.1 = 4.9 -> level 5
+    assert sparkline([10**-0.3, 1.0]) == "▆█"
+    assert sparkline([1.0, 1.0, 1.0]) == "███"
+    assert sparkline([np.nan, 0.0, 1e-3, 1.0, np.inf, -1.0]) == "·▁▁██·"
+    assert sparkline([np.nan, np.nan, np.nan]) == "···"
+    assert sparkline([0.0, 0.0, 0.0]) == "▁▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([10.0**k for k in range(-7, 1)], ascii_only=True) == "_.-=+*%#"
+
+
+def test_sparkline_bins_depth() -> None:
+    # pairs: geometric means 1e-7 ... 1e0 of (2x, x/2); NaN is left out
+    pairs = np.array([[2 * 10.0**k, 10.0**k / 2] for k in range(-7, 1)])
+    assert sparkline(pairs.reshape(-1), width=8) == "▁▂▃▄▅▆▇█"
+    pairs[:, 1] = np.nan
+    pairs[:, 0] /= 2
+    pairs[3] = np.nan
+    assert sparkline(pairs.reshape(-1), width=8) == "▁▂▃·▅▆▇█"
+    assert len(sparkline(np.ones(1025))) == 40
+    assert len(sparkline(np.ones(41))) == 40
+    assert len(sparkline(np.ones(39))) == 39
+
+
+def test_bin_means_against_array_split() -> None:
+    values = np.random.default_rng(0).standard_normal((23, 3))
+    values[5] = np.nan
+    edges = [23 * i // 7 for i in range(1, 7)]
+    want = [np.nanmean(part, axis=0) for part in np.split(values, edges)]
+    np.testing.assert_allclose(bin_means(values, 7), want)
+    assert bin_means(values, 23) is values
+
+
+def test_log10_has_no_warnings() -> None:
+    got = log10([[100.0, 0.0], [-1.0, np.nan]])
+    np.testing.assert_array_equal(got, [[2.0, -np.inf], [np.nan, np.nan]])
+
+
+def test_which_metrics_are_logarithmic() -> None:
+    assert all(map(is_log_metric, ("gradient_product", "gain", "act_rms", "param_grad_norm", "update_ratio")))
+    assert not any(map(is_log_metric, ("cosine", "token_cosine", "dead_fraction", "gate_mean", "effective_rank")))
+
+
+def test_a_record_is_one_line() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    deep = 10.0 ** np.linspace(-12.3, 0, 1025)
+    sink.write(make_record(deep, cosine_matrix=np.ones((128, 128)), gain=np.ones(1024)))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert lines[0] == ("step     20  loss  2.346  log10 least product -12.3 at layers.0  " + sparkline(deep))
+    for record in (Record(3), Record(3, float("nan"), {"gain": np.ones(3)}, ("skipped",)), make_record([np.nan] * 4)):
+        before = len(stream.getvalue().splitlines())
+        sink.write(record)
+        assert len(stream.getvalue().splitlines()) == before + 1
+    assert "[skipped]" in stream.getvalue()
+    assert "not seen" in stream.getvalue()
+
+
+def test_alerts_in_full_and_records_only_where_asked() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, records=False)
+    header = RunHeader("0.1", (FlowLayout("layers", "blocks", ("a", "b", "c"), ("b", "c")),), {})
+    for event in (header, make_record([1.0, 1.0, 1.0]), ALERT):
+        sink.write(event)
+    assert stream.getvalue() == f"{ALERT}\n"
+    for part in ("warning", "dead_units", "layers.2", "99 % of units are dead", "lower the learning rate"):
+        assert part in stream.getvalue()
+    stream = io.StringIO()
+    ConsoleSink(stream).write(header)
+    assert stream.getvalue().startswith("flowscope 0.1: layers (2 blocks)")
+
+
+def test_a_stream_without_unicode_gets_ascii() -> None:
+    raw = io.BytesIO()
+    sink = ConsoleSink(io.TextIOWrapper(raw, encoding="ascii"))
+    sink.write(make_record([1e-7, np.nan, 1.0]))
+    sink.write(Alert("vanishing_gradient", "error", "блок", 1, 0.0, 0.0, "≤ limit", "advice"))
+    text = raw.getvalue().decode("ascii")
+    assert "  _ #\n" in text
+    assert "????: ? limit -> advice" in text
+
+
+def test_default_stream_is_the_stdout_of_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink()
+    sink.write(ALERT)
+    assert capsys.readouterr().out == f"{ALERT}\n"
+    sink.close()
+    sink.write(ALERT)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    ConsoleSink().write(ALERT)
+
+
+def test_profiles_side_by_side_by_hand() -> None:
+    records = {"post": make_record([1e-4, 1e-2, 1.0]), "pre": make_record([1.0, np.nan, 0.0])}
+    # one scale of four decades and 12 characters: 0, 2 and 4 decades are a trace, 6 and 12 characters
+    assert depth_profile_text(records, "gradient_product").split("\n") == [
+        "gradient_product (input first; bars: log10 -4 to 0)",
+        "depth  post                  pre",
+        "    0    0.0001 ▏                   1 ████████████",
+        "    1      0.01 ██████              -",
+        "    2         1 ████████████        0 ▏",
+    ]
+    ascii_text = depth_profile_text(records, "gradient_product", ascii_only=True)
+    assert ascii_text.isascii()
+    assert "1      0.01 ######" in ascii_text
+
+
+def test_profiles_linear_metrics() -> None:
+    records = {"a": make_record([1.0, 1.0], cosine=np.array([0.5, 1.0]))}
+    lines = depth_profile_text(records, "cosine").split("\n")
+    assert lines[0] == "cosine (input first; bars: 0 to 1)"
+    assert [line.count("█") for line in lines[2:]] == [6, 12]
+
+
+def test_deep_profiles_keep_both_ends_and_few_rows() -> None:
+    deep, shallow = 10.0 ** np.linspace(-8, 0, 1025), np.array([3.0, 2.0, 1.0])
+    lines = depth_profile_text({"deep": make_record(deep), "shallow": make_record(shallow)}, "gradient_product").split(
+        "\n"
+    )
+    assert len(lines) == 2 + 14
+    assert lines[2].split()[:2] == ["0", "1e-08"]
+    assert lines[2].split()[3] == "3"
+    assert lines[-1].split()[:2] == ["1024", "1"]
+    assert lines[-1].split()[3] == "1"
+
+
+def test_profiles_refuse_what_they_cannot_show() -> None:
+    with pytest.raises(FlowscopeError, match="no records"):
+        depth_profile_text({}, "gain")
+    with pytest.raises(FlowscopeError, match="no metric 'gain'"):
+        depth_profile_text({"a": make_record([1.0, 2.0])}, "gain")
+    matrix = make_record([1.0, 2.0], cosine_matrix=np.ones((2, 2)))
+    with pytest.raises(FlowscopeError, match=r"shape \(2, 2\)"):
+        depth_profile_text({"a": matrix}, "cosine_matrix")
