@@ -80,7 +80,7 @@ def test_a_record_is_one_line() -> None:
     sink.write(make_record(deep, cosine_matrix=np.ones((128, 128)), gain=np.ones(1024)))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 1
-    assert lines[0] == ("step     20  loss  2.346  log10 least product -12.3 at layers.0  " + sparkline(deep))
+    assert lines[0] == ("step     20  loss     2.346  log10 least product -12.3 at layers.0  " + sparkline(deep))
     for record in (Record(3), Record(3, float("nan"), {"gain": np.ones(3)}, ("skipped",)), make_record([np.nan] * 4)):
         before = len(stream.getvalue().splitlines())
         sink.write(record)

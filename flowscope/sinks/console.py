@@ -73,7 +73,7 @@ def can_encode(stream: TextIO) -> bool:
 
 def record_line(record: Record, *, ascii_only: bool = False) -> str:
     """One line: step, loss, log10 of the least gradient product and its place, sparkline of the gradient product."""
-    parts = [f"step {record.step:>6}", "loss      -" if record.loss is None else f"loss {record.loss:>#6.4g}"]
+    parts = [f"step {record.step:>6}", "loss         -" if record.loss is None else f"loss {record.loss:>9.4g}"]
     if "gradient_product" in record:
         product = record["gradient_product"]
         parts.append(_least(product, record.labels("gradient_product")))
