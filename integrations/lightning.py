@@ -1,0 +1,126 @@
+"""One callback for Lightning's trainer.
+
+trainer = lightning.pytorch.Trainer(callbacks=[FlowscopeCallback(on_alert=print, stop_on="error")])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flowscope
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise FlowscopeError(
+        'flowscope.integrations.lightning needs Lightning, which is not installed: pip install "flowscope[lightning]".'
+    ) from error
+
+AlertAction = Callable[[Alert], object]
+
+
+class FlowscopeCallback(Callback):
+    """Watches the module that `Trainer.fit` trains.
+
+    Hooks are attached in `on_fit_start`: the first moment at which parameters are on their device, sharded, and in an
+    optimizer, and still before the first (compiled) forward.
+
+    Args:
+        mode: wrap the residual merges with `flowscope.wrap(module, mode=mode)` before `configure_optimizers` runs, so
+            that the new parameters are optimized.
+        log_dir: where to write; None takes the `log_dir` of the trainer's logger, and writes nothing where it has none.
+        every: as in `flowscope.watch`.
+        on_alert: as in `flowscope.watch`.
+        stop_on: alert kinds ("vanishing_gradient") or severities ("error") that end the fit after the current step, one
+            or several.
+        **watch_options: passed on to `flowscope.watch`.
+
+    Attributes:
+        scope: the `flowscope.Scope` of the current fit, or of the last one; None before.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        log_dir: str | Path | None = None,
+        every: int | Callable[[int], bool] = 10,
+        on_alert: AlertAction | Iterable[AlertAction] | None = None,
+        stop_on: str | Iterable[str] | None = None,
+        **watch_options: Any,
+    ) -> None:
+        self.scope: flowscope.Scope | None = None
+        self._mode = mode
+        self._log_dir = log_dir
+        self._every = every
+        self._on_alert = [on_alert] if callable(on_alert) else list(on_alert or ())
+        self._stop_on = frozenset([stop_on] if isinstance(stop_on, str) else stop_on or ())
+        self._watch_options = watch_options
+        self._restored: dict[str, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wrap, if asked to; for every stage, since a checkpoint of the wrapped module needs the wrapped module."""
+        if self._mode is not None and not flowscope.is_wrapped(pl_module):
+            flowscope.wrap(pl_module, mode=self._mode, example_inputs=pl_module.example_input_array)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach."""
+
+        def stop(alert: Alert) -> None:
+            if alert.state == "raised" and self._stop_on & {alert.kind, alert.severity}:
+                trainer.should_stop = True
+
+        self._close()
+        self.scope = flowscope.watch(
+            pl_module,
+            trainer.optimizers or None,
+            log_dir=self._find_log_dir(trainer),
+            every=self._every,
+            on_alert=[*self._on_alert, stop],
+            **{"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._watch_options},
+        )
+        if self._restored:
+            self.scope.load_state_dict(self._restored)
+            self._restored = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hand over the loss; the optimizer's step hook counts the steps."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.scope is not None and isinstance(loss, torch.Tensor):
+            # Lightning divides each micro-batch's loss by their number; the scope averages them itself
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.scope.step(loss=loss.detach() * scale)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Detach and finish the files when the fit ends by an exception or Ctrl-C."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Detach and finish the files."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scope's state (step count, baselines, standing alerts), saved in the trainer's checkpoints."""
+        return self._restored if self.scope is None else self.scope.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until the scope exists: checkpoints are read before `on_fit_start`."""
+        self._restored = state_dict
+
+    def _find_log_dir(self, trainer: Trainer) -> str | Path | None:
+        if self._log_dir is not None:
+            return self._log_dir
+        # each rank's logger may name its own version: the first rank's counts
+        found: str | Path | None = trainer.strategy.broadcast(getattr(trainer.logger, "log_dir", None))
+        return found
+
+    def _close(self) -> None:
+        if self.scope is not None:
+            self.scope.close()

@@ -1,0 +1,193 @@
+"""`FlowscopeCallback` in real Lightning runs: steps, losses, scopes, stopping, checkpoints, exceptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowscope
+from flowscope.integrations.lightning import FlowscopeCallback
+
+WIDTH, DEPTH, BATCH = 6, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Lit(pl.LightningModule):
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 2)
+        self.fail_at = fail_at
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise RuntimeError("a broken batch")
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def data(batches: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(batches * BATCH, 5, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :2].sin()), batch_size=BATCH)
+
+
+def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **{**settings, **options})
+
+
+def make_model(**options: Any) -> Lit:
+    torch.manual_seed(0)
+    return Lit(**options)
+
+
+def test_records_have_the_steps_and_the_losses() -> None:
+    watcher, model = FlowscopeCallback(every=1), make_model()
+    make_trainer(watcher).fit(model, data())
+    assert watcher.scope is not None
+    records = list(watcher.scope.records)
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    assert [r.loss for r in records] == pytest.approx(model.losses, rel=1e-6)
+    assert all(r["gradient_product"].shape == (DEPTH + 1,) for r in records)
+
+
+def test_gradient_norms_are_those_of_a_bare_loop() -> None:
+    watcher = FlowscopeCallback(every=1)
+    make_trainer(watcher).fit(make_model(), data())
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    assert watcher.scope is not None
+    for record, (x, y) in zip(watcher.scope.records, data(), strict=True):
+        h = model.embed(x)
+        points = [h]
+        for block in model.blocks:
+            h = block(h)
+            points.append(h)
+        loss = nn.functional.mse_loss(model.head(h), y)
+        expected = [g.norm().item() for g in torch.autograd.grad(loss, points, retain_graph=True)]
+        np.testing.assert_allclose(record["grad_norm"], expected, rtol=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        # Lightning runs the backward inside optimizer.step(closure): this step's gradient, not the last one's
+        for name, value in zip(record.labels("param_grad_norm"), record["param_grad_norm"], strict=True):
+            assert value == pytest.approx(model.get_parameter(name).grad.norm().item(), rel=1e-5), name
+        optimizer.step()
+
+
+def test_training_is_unchanged() -> None:
+    bare, watched = make_model(), make_model()
+    make_trainer().fit(bare, data())
+    make_trainer(FlowscopeCallback(every=1)).fit(watched, data())
+    assert bare.losses == watched.losses
+    for (name, a), b in zip(bare.named_parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_accumulated_micro_batches_are_one_step() -> None:
+    watcher, model = FlowscopeCallback(every=1), make_model()
+    make_trainer(watcher, accumulate_grad_batches=2).fit(model, data())
+    assert watcher.scope is not None
+    records = list(watcher.scope.records)
+    assert [r.step for r in records] == [0, 1]
+    means = [sum(model.losses[:2]) / 2, sum(model.losses[2:]) / 2]
+    assert [r.loss for r in records] == pytest.approx(means, rel=1e-6)
+
+
+def test_stop_on_ends_the_fit_and_the_alert_still_reaches_the_user() -> None:
+    seen: list[flowscope.Alert] = []
+    watcher, model = FlowscopeCallback(every=1, on_alert=seen.append, stop_on="non_finite"), make_model()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    trainer = make_trainer(watcher)
+    trainer.fit(model, data(batches=9))
+    assert "non_finite" in [a.kind for a in seen]
+    assert trainer.should_stop
+    assert trainer.global_step < 9
+
+
+def test_an_alert_that_was_not_asked_for_stops_nothing() -> None:
+    watcher, model = FlowscopeCallback(every=1, stop_on="gate_saturation"), make_model()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    trainer = make_trainer(watcher)
+    trainer.fit(model, data())
+    assert watcher.scope is not None
+    assert "non_finite" in [a.kind for a in watcher.scope.alerts]
+    assert trainer.global_step == 4
+
+
+def test_log_dir_is_the_loggers(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    make_trainer(FlowscopeCallback(), logger=logger, log_every_n_steps=1).fit(make_model(), data())
+    assert (Path(logger.log_dir) / "flowscope.jsonl").exists()
+
+
+def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trainer(FlowscopeCallback()).fit(make_model(), data())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_leaves_no_hook() -> None:
+    watcher, model = FlowscopeCallback(every=1), make_model(fail_at=2)
+    with pytest.raises(RuntimeError, match="a broken batch"):
+        make_trainer(watcher).fit(model, data())
+    assert watcher.scope is not None
+    assert [r.step for r in watcher.scope.records] == [0, 1]
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_checkpoint_carries_the_step_count(tmp_path: Path) -> None:
+    first = make_trainer(FlowscopeCallback(every=1))
+    first.fit(make_model(), data())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    watcher = FlowscopeCallback(every=1)
+    make_trainer(watcher, max_epochs=2).fit(make_model(), data(), ckpt_path=tmp_path / "last.ckpt")
+    assert watcher.scope is not None
+    assert [r.step for r in watcher.scope.records][-4:] == [4, 5, 6, 7]
+
+
+def test_a_second_fit_starts_a_new_scope() -> None:
+    watcher = FlowscopeCallback(every=1)
+    make_trainer(watcher).fit(make_model(), data())
+    first = watcher.scope
+    make_trainer(watcher).fit(make_model(), data(batches=2))
+    assert watcher.scope is not first
+    assert watcher.scope is not None
+    assert [r.step for r in watcher.scope.records] == [0, 1]
