@@ -1,0 +1,182 @@
+"""The rule at the merge sites of one block: its interface, and the plain residual that shares it.
+
+A `Connection` serves one call of a block's forward. The weaving calls, in this order:
+
+    x, state = connection.begin(x)                    # at block entry
+    x, state = connection.merge(0, state, x, f)       # instead of the block's own x + f, site by site
+    y = connection.end(y, state)                      # at block exit
+
+Everything is functional: what a call must remember is in `state` (None, a tensor, or a tuple of tensors), so the same
+code serves eager, checkpointed and compiled runs. What the weaving must know besides:
+
+- `merge(site, ...)` gets as `x` what the block's code held as carry at that add, and returns what it holds next. Pass
+  and hand on the tensors themselves (no view, no copy) where you can: a connection with streams tells by identity
+  whether the block's code changed the carry in between (a post-norm, a ReLU after the add, a projection) and then
+  gives the same change to all its streams. A copy costs time, not correctness.
+- `bypass_outer[site]`: the norm that the block's code applies to what `merge(site)` returned must be skipped (act as
+  identity), because the connection has applied it already, or because it is not to be applied at all. Only
+  `keel-postln` on post-norm blocks sets it; it needs the modules themselves in `ConnectionContext.outer_norms` and
+  calls them with a plain tensor. They stay where they are in the block: the connection holds a reference, not a child.
+- With streams, what travels between the blocks is [B, T..., S, D] (S streams, features last whatever the model's
+  feature axis is), from the `end` of the first block to the `begin` of the last.
+
+Axis letters: B batch, T positions (any number of axes), D features, S streams, M = all of B and T flattened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.connections.options import ModeOptions
+from flowscope.errors import FlowscopeError
+
+State = Tensor | tuple[Tensor, ...] | None
+NormKind = Literal["pre", "post", "none"]
+
+
+@dataclass(frozen=True)
+class ConnectionContext:
+    """Where a block's connection stands in its flow.
+
+    Attributes:
+        features: D, the width of the carry.
+        sites: merge sites in this block.
+        block: index of this block in the flow, `blocks` in all.
+        first: the block at which streams are expanded.
+        last: the block at which streams are reduced.
+        offset: index in the flow of this block's first site (the sub-layer index k of the papers).
+        total_sites: sites in the whole flow; 0 means `blocks * sites`.
+        feature_axis: -1, or 1 in convnets.
+        norm_kinds: per site, where the block's own norm is: before the branch, after the add, or nowhere.
+        outer_norms: per site, the block's own norm after the add (post-norm sites), else None.
+        role: the side of an encoder-decoder this flow is (`deepnorm`).
+        other_blocks: blocks on the other side of an encoder-decoder, 0 without one (`deepnorm`).
+    """
+
+    features: int
+    sites: int
+    block: int = 0
+    blocks: int = 1
+    first: bool = True
+    last: bool = True
+    offset: int = 0
+    total_sites: int = 0
+    feature_axis: int = -1
+    norm_kinds: tuple[NormKind, ...] = ()
+    outer_norms: tuple[nn.Module | None, ...] = ()
+    role: Literal["encoder", "decoder"] = "decoder"
+    other_blocks: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the rest; refuse what contradicts it."""
+        if self.features < 1 or self.sites < 1:
+            raise FlowscopeError(f"connection: got features={self.features}, sites={self.sites}, expected at least 1.")
+        for name, fill in (("norm_kinds", "pre"), ("outer_norms", None)):
+            values = getattr(self, name) or (fill,) * self.sites
+            if len(values) != self.sites:
+                raise FlowscopeError(
+                    f"connection: got {len(values)} {name}, expected one for each of {self.sites} sites."
+                )
+            object.__setattr__(self, name, tuple(values))
+        if not self.total_sites:
+            object.__setattr__(self, "total_sites", self.blocks * self.sites)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which x's device does not autocast: the carry keeps the dtype a plain add would give it."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def common_dtype(x: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x and f in the dtype that `x + f` would have."""
+    if x.dtype == f.dtype:
+        return x, f
+    dtype = torch.promote_types(x.dtype, f.dtype)
+    return x.to(dtype), f.to(dtype)
+
+
+class Connection(nn.Module):
+    """The plain residual `x + f`, and the interface of every other rule (see the module's docstring).
+
+    The carry's factor per site, whose product over depth is `shortcut_product`, is 1.
+
+    Attributes:
+        sites: merge sites of the block.
+        bypass_outer: per site, whether the block's own norm after the add must be skipped.
+        alpha: per site, the constant weight of the carry.
+        streams: number of streams S that travel between blocks; 0: x itself travels.
+        observer: called as `observer(site, name, tensor)` for what a probe may want to see: "carry" (x) and "branch"
+            (f) at every site; more by mode, named in its class.
+    """
+
+    mode = "residual"
+    streams: int = 0
+    observer: Callable[[int, str, Tensor], None] | None = None
+
+    def __init__(self, context: ConnectionContext, options: ModeOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.features = context.features
+        self.sites = context.sites
+        self.first = context.first
+        self.last = context.last
+        self.offset = context.offset
+        self.axis = context.feature_axis
+        self.norm_kinds = context.norm_kinds
+        self.bypass_outer: tuple[bool, ...] = (False,) * context.sites
+        self.alpha: tuple[float, ...] = (1.0,) * context.sites
+
+    def begin(self, x: Tensor) -> tuple[Tensor, State]:
+        """Return what the block's own code sees as x, and the state to carry."""
+        return x, None
+
+    def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
+        """Return what the block's code sees instead of `x + f` at this site, and the new state."""
+        self.observe_site(site, x, f)
+        return x + f, state
+
+    def end(self, y: Tensor, state: State) -> Tensor:
+        """Return what travels to the next block, from what the block's code returned."""
+        return y
+
+    def observe(self, site: int, name: str, tensor: Tensor) -> None:
+        """Hand a tensor to the observer, if there is one."""
+        if self.observer is not None:
+            self.observer(site, name, tensor)
+
+    def observe_site(self, site: int, x: Tensor, f: Tensor) -> None:
+        """Hand the carry and the branch output of a site to the observer, if there is one."""
+        if self.observer is not None:
+            self.observer(site, "carry", x)
+            self.observer(site, "branch", f)
+
+    def generator_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter of what generates input-dependent coefficients: decayed, clipped more strictly."""
+        return ((name, p) for name, p in self.named_parameters() if name.rsplit(".", 1)[-1] == "generator")
+
+    def static_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter of the rest (static coefficients, scales, gate biases, norms): never decayed."""
+        return ((name, p) for name, p in self.named_parameters() if name.rsplit(".", 1)[-1] != "generator")
+
+    def features_last(self, x: Tensor) -> Tensor:
+        """Return x with its feature axis last."""
+        return x if self.axis in (-1, x.dim() - 1) else x.movedim(self.axis, -1)
+
+    def features_back(self, x: Tensor) -> Tensor:
+        """Undo `features_last`."""
+        return x if self.axis in (-1, x.dim() - 1) else x.movedim(-1, self.axis)
+
+    def extra_repr(self) -> str:
+        """Show mode, width and place."""
+        return f"mode={self.mode}, features={self.features}, sites={self.sites}, offset={self.offset}"

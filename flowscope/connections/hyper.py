@@ -1,0 +1,140 @@
+"""`shc` and `dhc`: static and dynamic hyper-connections (Zhu et al., ICLR 2025)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.connections.connection import ConnectionContext
+from flowscope.connections.options import HyperOptions, StaticHyperOptions
+from flowscope.connections.projection import project_rows
+from flowscope.connections.streams import Coefficients, StreamConnection
+
+_EPS = 1e-5
+
+
+class StaticSite(nn.Module):
+    """Static coefficients of one site as one matrix [n + 2, n], columns = source stream.
+
+    Row 0 is the read A_m, rows 1..n are A_r transposed (row i = output stream i), row n + 1 is the write B.
+    """
+
+    def __init__(self, context: ConnectionContext, options: StaticHyperOptions, index: int) -> None:
+        super().__init__()
+        self.streams = options.streams
+        static = _initial(options.init, options.streams, index, options.output_scale)
+        self.static = nn.Parameter(static.to(dtype=context.dtype, device=context.device))
+
+    def forward(self, h: Tensor) -> Coefficients:
+        """Return read [1, 1, S], residual [1, S, S], write [1, S, 1]."""
+        read, residual, write = torch.split_with_sizes(self.static, [1, self.streams, 1])
+        return read.unsqueeze(0), residual.unsqueeze(0), write.t().unsqueeze(0)
+
+
+class DynamicSite(StaticSite):
+    """Static coefficients plus s * tanh(norm(h) W), W = `generator` [n + 2, D], rows as in `static`.
+
+    Every stream j generates its own column: B_j, A_m,j and A_r[j, :] depend on stream j only (equations 10-13).
+    """
+
+    def __init__(self, context: ConnectionContext, options: HyperOptions, index: int) -> None:
+        super().__init__(context, options, index)
+        place = {"dtype": context.dtype, "device": context.device}
+        self.tanh, self.norm, self.separate = options.tanh, options.norm, options.separate_scales
+        count, d = (3 if options.separate_scales else 2), context.features
+        self.generator = nn.Parameter(torch.zeros(options.streams + 2, d, **place))  # type: ignore[arg-type]
+        self.scale = nn.Parameter(torch.full((count,), options.dynamic_scale_init, **place))  # type: ignore[arg-type]
+        if options.norm == "layer_affine":
+            self.norm_weight = nn.Parameter(torch.ones(d, **place))  # type: ignore[arg-type]
+            self.norm_bias = nn.Parameter(torch.zeros(d, **place))  # type: ignore[arg-type]
+
+    def forward(self, h: Tensor) -> Coefficients:
+        """Return read [M, 1, S], residual [M, S, S], write [M, S, 1] from the streams h [M, S, D]."""
+        n, m = self.streams, h.shape[0]
+        logits = self.logits(h.reshape(m * n, -1))
+        dynamic = (torch.tanh(logits) if self.tanh else logits).view(n + 2, m, n)
+        coefficients = torch.addcmul(self.static.to(h.dtype).unsqueeze(1), self._scales(h.dtype), dynamic)
+        # Positions outermost and in memory order: bmm falls back to one matrix at a time on other strides.
+        coefficients = coefficients.transpose(0, 1).contiguous()
+        read, residual, write = torch.split_with_sizes(coefficients, [1, n, 1], dim=1)
+        return read, residual, write.transpose(1, 2)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return norm(h) W of every stream: rows [M*S, D] -> [n + 2, M*S].
+
+        A norm without affine part is a shift and a scale per row, so both are applied to the small product and no
+        normalised copy of the streams is kept: ((h - mean) / std) w = (h w') / std with w' = w - mean(w).
+        """
+        weight, d = self.generator.to(rows.dtype), rows.shape[-1]
+        if self.norm == "none":
+            return weight @ rows.t()
+        bias = None
+        if self.norm == "layer_affine":
+            bias = (weight @ self.norm_bias.to(rows.dtype)).unsqueeze(-1)
+            weight = weight * self.norm_weight.to(rows.dtype)
+        if self.norm == "rms":
+            product, variance = project_rows(rows, weight)
+        else:
+            weight = torch.cat([weight - weight.mean(-1, keepdim=True), weight.new_full((1, d), 1.0 / d)])
+            product, square = project_rows(rows, weight)
+            product, mean = torch.split_with_sizes(product, [self.streams + 2, 1])
+            variance = (square - mean * mean).clamp_min(0.0)
+        logits = product * torch.rsqrt(variance + _EPS)
+        return logits if bias is None else logits + bias
+
+    def _scales(self, dtype: torch.dtype) -> Tensor:
+        """Return the scale of every row, [n + 2, 1, 1]: (s_alpha, s_beta) or (s_m, s_r, s_beta)."""
+        scale, n = self.scale.to(dtype), self.streams
+        sizes = (1, n, 1) if self.separate else (n + 1, 1)
+        parts = [s.expand(size) for s, size in zip(scale.unbind(), sizes, strict=True)]
+        return torch.cat(parts).view(n + 2, 1, 1)
+
+
+def _initial(name: str, n: int, index: int, output_scale: bool) -> Tensor:
+    """Return the first static matrix [n + 2, n] of sub-layer `index`.
+
+    "prenorm" is the paper's equation 14: read e_{index mod n}, residual I, write 1; it keeps the output. The others are
+    those of the hyper-connection article, per stream k: "ramp" read 1 - k/n, residual k/n; "alternate" read
+    (k mod 2) + 1, residual (k + 1) mod 2; "mixed" read .5 + .5 (k mod 2), residual .5 - .25 (k mod 3); "sparse" read .1
+    times a unit vector, residual uniform(0, .2), drawn from a generator seeded by `index`: the global one is not used.
+    """
+    k = torch.arange(n, dtype=torch.get_default_dtype())
+    if name == "sparse":
+        generator = torch.Generator().manual_seed(index)
+        read = torch.linalg.qr(torch.randn(n, n, generator=generator))[0][0] * 0.1
+        residual = torch.rand(n, n, generator=generator) * 0.2
+    else:
+        read, diagonal = {
+            "prenorm": (torch.eye(n)[index % n], torch.ones(n)),
+            "ramp": (1 - k / n, k / n),
+            "alternate": (k % 2 + 1, (k + 1) % 2),
+            "mixed": (0.5 + 0.5 * (k % 2), 0.5 - 0.25 * (k % 3)),
+        }[name]
+        residual = diagonal.diag()
+    write = torch.full((1, n), n**-0.5 if output_scale else 1.0)
+    return torch.cat([read.unsqueeze(0), residual, write])
+
+
+class StaticHyperConnection(StreamConnection):
+    """`h' = A_r^T h + B^T f(A_m^T h)` with learnable matrices that do not depend on the input (equations 2-5).
+
+    n(n + 2) parameters a site. With `init="prenorm"` the output is kept at the start. `output_scale` starts the write
+    at 1/sqrt(n), which is what dividing the branches' output weights by sqrt(n) would do, without touching them.
+    `shortcut_product` follows the product of A_r^T ("residual_mix", rows = output stream).
+    """
+
+    mode = "shc"
+
+    def __init__(self, context: ConnectionContext, options: StaticHyperOptions) -> None:
+        super().__init__(context, options, options.streams, options.reduce)
+        build = DynamicSite if isinstance(options, HyperOptions) else StaticSite
+        self.site = nn.ModuleList(build(context, options, self.offset + k) for k in range(self.sites))  # type: ignore[arg-type]
+
+
+class HyperConnection(StaticHyperConnection):
+    """Dynamic hyper-connections: the coefficients are static ones plus s * tanh(norm(h) W) (equations 10-13).
+
+    d(n + 2) + n(n + 2) + 2 parameters a site (394,048 for OLMo-1B with 4 streams). W = 0 at the start.
+    """
+
+    mode = "dhc"

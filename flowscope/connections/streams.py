@@ -1,0 +1,121 @@
+"""What all hyper-connections share: n residual streams that travel through a block.
+
+Axis letters: B batch, T positions (any number of axes), D features, S streams (n), M = all of B and T flattened.
+The streams are [B, T..., S, D] between blocks and [M, S, D] inside; coefficients are per position (M = 1 when static):
+read [M, 1, S], residual [M, S (to), S (from)], write [M, S, 1].
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.connections.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
+from flowscope.connections.options import ModeOptions
+from flowscope.errors import FlowscopeError
+
+Coefficients = tuple[Tensor, Tensor, Tensor]
+
+
+class StreamConnection(Connection):
+    """Read, branch, write on S streams: `h' = residual h + write f(read h)`.
+
+    The first block of the flow expands (every stream is x), the last reduces by mean or sum. Whatever the block's code
+    does to the carry between or after the merges (the norm of a post-norm block, a ReLU after the add) is applied to
+    the one tensor it sees, and the change is then given to all streams: equal streams stay equal, so the output is
+    kept at the start on post-norm blocks too.
+
+    The state is (streams, residual, write, what the block's code was given); after the last site
+    (streams, what it was given). Observed: "branch_input" (the read h0), "branch" f, "carry" (what the block's code
+    held), "streams" [B, T..., S, D] before the site, "read" [M, 1, S], "residual_mix" [M, S, S] (rows = output stream),
+    "write" [M, S, 1]; M = 1 for static coefficients.
+    """
+
+    site: nn.ModuleList
+
+    def __init__(
+        self, context: ConnectionContext, options: ModeOptions, streams: int, reduce: Literal["mean", "sum"]
+    ) -> None:
+        super().__init__(context, options)
+        self.streams = streams
+        self.reduction = reduce
+
+    def begin(self, x: Tensor) -> tuple[Tensor, State]:
+        """Expand at the first block; return the read of the first site and the state."""
+        with without_autocast(x):
+            if self.first:
+                x = self.features_last(x)
+                self._check(x, x.shape[-1:], (self.features,))
+                streams = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
+            else:
+                self._check(x, x.shape[-2:], (self.streams, self.features))
+                streams = x
+            return self._read(0, streams)
+
+    def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
+        """Write the branch into the streams; return the read of the next site (after the last one: see `end`)."""
+        assert isinstance(state, tuple)
+        streams, residual, write, given = state
+        self.observe_site(site, x, f)
+        with without_autocast(x):
+            if x is not given:
+                streams = self._changed(streams, x, given)
+            f = self.features_last(f)
+            self._check(f, f.shape[-1:], (self.features,))
+            streams, f = common_dtype(streams, f)
+            streams = self._write(streams, residual, write, f)
+            if site + 1 < self.sites:
+                return self._read(site + 1, streams)
+            given = self.features_back(self._after(site, streams))
+            return given, (streams, given)
+
+    def end(self, y: Tensor, state: State) -> Tensor:
+        """Return the streams, or at the last block what the block's code made of their reduction."""
+        if self.last:
+            return y
+        assert isinstance(state, tuple)
+        streams, given = state
+        with without_autocast(y):
+            return streams if y is given else self._changed(streams, y, given)
+
+    def _read(self, site: int, streams: Tensor) -> tuple[Tensor, State]:
+        flat = streams.reshape(-1, self.streams, self.features)
+        read, residual, write = self.site[site](flat)
+        read, residual, write = (c.to(streams.dtype) for c in (read, residual, write))
+        h = torch.bmm(read.expand(flat.shape[0], -1, -1), flat).view(*streams.shape[:-2], self.features)
+        given = self.features_back(h)
+        if self.observer is not None:
+            seen = (("streams", streams), ("branch_input", given), ("read", read), ("residual_mix", residual))
+            for name, tensor in (*seen, ("write", write)):
+                self.observe(site, name, tensor)
+        return given, (streams, residual, write, given)
+
+    def _write(self, streams: Tensor, residual: Tensor, write: Tensor, f: Tensor) -> Tensor:
+        flat = streams.reshape(-1, self.streams, self.features)
+        m = flat.shape[0]
+        written = torch.bmm(residual.expand(m, -1, -1), flat)
+        written.baddbmm_(write.expand(m, -1, -1), f.reshape(m, 1, self.features))
+        return written.view(streams.shape)
+
+    def _after(self, site: int, streams: Tensor) -> Tensor:
+        """What the block's code gets after its last merge."""
+        if self.last:
+            return streams.mean(-2) if self.reduction == "mean" else streams.sum(-2)
+        # A pre-norm block returns it as it is, and `end` drops it: a view costs nothing.
+        return streams.select(-2, 0) if self.norm_kinds[site] == "pre" else streams.mean(-2)
+
+    def _changed(self, streams: Tensor, now: Tensor, given: Tensor) -> Tensor:
+        change = self.features_last(now) - self.features_last(given)
+        self._check(change, change.shape[-1:], (self.features,))
+        return streams + change.unsqueeze(-2)
+
+    def _check(self, x: Tensor, got: torch.Size, expected: tuple[int, ...]) -> None:
+        if tuple(got) != expected:
+            raise FlowscopeError(
+                f"wrap(mode={self.mode!r}), sub-layers {self.offset} to {self.offset + self.sites - 1}: got a "
+                f"tensor of shape {tuple(x.shape)}, expected it to end in {expected} (streams, features). "
+                "The stream width must not change inside a flow: leave such blocks out with where=..., or use "
+                "mode='keel'."
+            )
