@@ -1,0 +1,146 @@
+"""Plain chains: layers one behind the other, without repeated blocks.
+
+A point is the output of a layer with weights after the normalisation and the activation that follow it directly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from flowscope.discovery.plan import Flow, display_path
+from flowscope.discovery.structure import (
+    children,
+    is_activation,
+    is_atom,
+    is_embedding,
+    is_norm,
+    is_parallel,
+    is_plain_sequential,
+    is_step,
+    join,
+    unwrap,
+    widths,
+)
+
+
+@dataclass
+class _Leaf:
+    path: str
+    module: nn.Module
+    parent: str  # path of the outermost plain Sequential around it, else of its parent
+    ordered: bool  # whether that parent is a Sequential, so that registration order is execution order
+
+
+@dataclass
+class _Chain:
+    points: list[str] = field(default_factory=list)
+    steps: list[_Leaf] = field(default_factory=list)
+
+
+def find_chains(model: nn.Module, path: str = "") -> tuple[list[Flow], list[str]]:
+    """Return the chains of at least two layers below `path`, longest first where names collide, and notes."""
+    leaves = list(_leaves(model.get_submodule(path), path))
+    chains, skipped = _split(leaves)
+    notes = [f"{display_path(p)} is beside the chain (its input is that of the layer before it)" for p in skipped]
+    total = sum(len(chain.steps) for chain in chains) + len(skipped)
+    flows: dict[str, Flow] = {}
+    for chain in sorted(chains, key=lambda c: -len(c.points)):
+        if len(chain.points) < 2:
+            continue
+        whole = len(chain.steps) == total and not path
+        name = "network" if whole else display_path(_common_parent([s.path for s in chain.steps])) or "network"
+        outputs = tuple(dict.fromkeys(chain.points))
+        if name in flows:
+            notes.append(f"a second chain in {name} ({outputs[0]} ... {outputs[-1]}) was not taken")
+        else:
+            flows[name] = Flow(name, "chain", outputs)
+    order = {leaf.path: i for i, leaf in enumerate(leaves)}
+    return sorted(flows.values(), key=lambda f: order.get(f.outputs[0], 0)), notes
+
+
+def _leaves(module: nn.Module, path: str, sequence: str | None = None) -> Iterator[_Leaf]:
+    """All layers in registration order, parallel lists left out, the first path of a shared layer for each call."""
+    yield from _walk(module, path, sequence, {}, ())
+
+
+def _walk(
+    module: nn.Module, path: str, sequence: str | None, first: dict[int, str], above: tuple[nn.Module, ...]
+) -> Iterator[_Leaf]:
+    inner = unwrap(module)
+    if is_atom(inner):
+        parent = sequence if sequence is not None else path.rpartition(".")[0]
+        yield _Leaf(first.setdefault(id(module), path), module, parent, sequence is not None)
+        return
+    if not is_plain_sequential(inner):
+        sequence = None
+    elif sequence is None:
+        sequence = path
+    for name, child in children(module):
+        beside = isinstance(child, nn.ModuleList | nn.ModuleDict) and is_parallel(name)
+        if not beside and not any(child is m for m in above):
+            yield from _walk(child, join(path, name), sequence, first, (*above, module))
+
+
+def _split(leaves: list[_Leaf]) -> tuple[list[_Chain], list[str]]:
+    """Cut the layers into chains where widths say that one does not feed the next."""
+    calls = Counter(id(leaf.module) for leaf in leaves)
+    chains, skipped = [_Chain()], []
+    embeddings = sum(is_embedding(leaf.module) for leaf in leaves)
+    open_step: _Leaf | None = None  # the step whose point may still move to its norm or activation
+    for leaf in leaves:
+        current, module = chains[-1], leaf.module
+        if is_step(module):
+            place = _place(current.steps[-1], leaf) if current.steps else "next"
+            open_step = None if place == "beside" else leaf
+            if place == "beside":
+                skipped.append(leaf.path)
+            elif place == "apart":
+                chains.append(_Chain([leaf.path], [leaf]))
+            else:
+                current.points.append(leaf.path)
+                current.steps.append(leaf)
+        elif is_embedding(module):
+            if leaf.ordered and embeddings == 1 and not current.points:
+                current.points.append(leaf.path)
+        elif open_step is not None and (is_norm(module) or is_activation(module)):
+            if calls[id(module)] == 1 and _follows(open_step, leaf):
+                current.points[-1] = leaf.path
+            if is_activation(module):
+                open_step = None
+    return chains, skipped
+
+
+def _place(last: _Leaf, leaf: _Leaf) -> str:
+    """Whether a layer is fed by the last one ("next"), shares its input ("beside") or starts anew ("apart")."""
+    if leaf.ordered and last.parent == leaf.parent:
+        return "next"
+    (last_in, out), (into, _) = widths(last.module), widths(leaf.module)
+    if not out or not into or out == into:
+        return "next"
+    if hasattr(unwrap(last.module), "out_channels") and into % out == 0:
+        return "next"  # flattened before a linear layer, or skip features concatenated
+    return "beside" if into == last_in else "apart"
+
+
+def _follows(step: _Leaf, leaf: _Leaf) -> bool:
+    """Whether a norm or activation is known to be applied to the step: in a Sequential, or by number (fc1, act1)."""
+    if leaf.ordered and leaf.parent == step.parent:
+        return True
+    a, b = (re.search(r"\d+$", x.path) for x in (step, leaf))
+    same_parent = step.path.rpartition(".")[0] == leaf.path.rpartition(".")[0]
+    return bool(same_parent and a and b and a[0] == b[0])
+
+
+def _common_parent(paths: list[str]) -> str:
+    parts = [p.split(".")[:-1] for p in paths]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)

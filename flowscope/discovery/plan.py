@@ -1,0 +1,73 @@
+"""What discovery answers: a `Flow` is one depth axis, a `FlowPlan` all of a model's, printable for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def display_path(path: str) -> str:
+    """Return a module path as people know it: without what DDP, FSDP, torch.compile and checkpoint wrappers insert.
+
+    `module` is taken away at the head only, where DDP and DataParallel put it (a model may have a child of that name).
+    """
+    parts = path.split(".")
+    while parts and parts[0] in _WRAPPERS:
+        parts = parts[1:]
+    return ".".join(part for part in parts if part == "module" or part not in _WRAPPERS)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One chain of hidden states x_0 ... x_L of equal meaning along depth.
+
+    Attributes:
+        name: display path of the container ("transformer.h"), or "network".
+        kind: "blocks", "stage", "network" (all stages), "chain", "concat" (DenseNet) or "time" (recurrent).
+        outputs: raw paths (for `model.get_submodule`) of the modules whose outputs are the points, in depth order. A
+            shared module is listed once; the trace of a forward counts its calls.
+        entry: raw path of the module whose input is x_0; None where x_0 is the output of `outputs[0]`.
+        fused: kind "time" only: an nn.RNN, GRU or LSTM, whose steps are not modules.
+    """
+
+    name: str
+    kind: str
+    outputs: tuple[str, ...]
+    entry: str | None = None
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class FlowPlan(Sequence[Flow]):
+    """The flows `watch` would act on, the main one first, and notes on what was not taken and why."""
+
+    flows: tuple[Flow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """How many flows."""
+        return len(self.flows)
+
+    @overload
+    def __getitem__(self, index: int) -> Flow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Flow, ...]: ...
+    def __getitem__(self, index: int | slice) -> Flow | tuple[Flow, ...]:
+        """The flow at an index, main one first."""
+        return self.flows[index]
+
+    def __str__(self) -> str:
+        """A table: name, kind, number of modules, first and last path; then the notes."""
+        head = ("flow", "kind", "modules", "first", "last")
+        rows = [
+            (f.name, f.kind, str(len(f.outputs)), display_path(f.outputs[0]), display_path(f.outputs[-1]))
+            for f in self.flows
+        ]
+        lines: list[str] = []
+        if rows:
+            widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+            lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -1,0 +1,191 @@
+"""Facts about a module read without running it: its children, parameters, widths, role by class and name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+Named = tuple[str, nn.Module]
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_WRAPPER_CHILDREN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_NORM = re.compile(r"norm", re.IGNORECASE)
+_ACTIVATION = re.compile(r"(lu\d?|swish|tanh|sigmoid|mish|activation|softplus|softsign|shrink)$", re.IGNORECASE)
+_PARALLEL = re.compile(
+    r"(^|_|\.)(experts?|heads?|classifiers?|codebooks?|quantizers?|embed(ding|der)?s?|embds?|proj(ection|ector)?s?|"
+    r"critics?|adapters?|lateral\w*|postprocess\w*|aux\w*|fpn_\w+|pan_\w+|\w*hypernet\w*|mergers?(_list)?)\d*$",
+    re.IGNORECASE,
+)
+_TOWERS = re.compile(r"(^|_)(towers?|branch(es)?|models?|members?|estimators?|discriminators?|nets|networks)\d*$", re.I)
+_PART = re.compile(r"(Attention\w*|MLP|Mlp|FeedForward|FFN|Norm\w*|Embed(ding|der)?s?|Project(ion|or)|Adapter|Head)$")
+
+
+def join(path: str, name: str) -> str:
+    """The path of a child."""
+    return f"{path}.{name}" if path else name
+
+
+def children(module: nn.Module) -> Iterator[Named]:
+    """Children in registration order; a module registered twice comes twice (`named_children` drops repeats)."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside compile, FSDP and checkpoint wrappers."""
+    return unwrapped("", module)[1]
+
+
+def unwrapped(path: str, module: nn.Module) -> Named:
+    """The module inside compile, FSDP and checkpoint wrappers, with its raw path."""
+    for name in _WRAPPER_CHILDREN:
+        inner = module._modules.get(name)
+        if inner is not None:
+            return unwrapped(join(path, name), inner)
+    return path, module
+
+
+def size(module: nn.Module) -> int:
+    """Number of parameter elements; 0 for lazy parameters, 1 for each that is not a tensor of known shape."""
+    return sum(0 if isinstance(p, UninitializedParameter) else p.numel() for p in module.parameters())
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether any parameter, lazy ones included, is inside."""
+    return next(module.parameters(), None) is not None
+
+
+def signature(module: nn.Module) -> tuple[object, ...]:
+    """Names and shapes of all parameters: equal for blocks that differ only in values."""
+    return tuple(
+        (name, None if isinstance(p, UninitializedParameter) else tuple(p.shape))
+        for name, p in module.named_parameters(remove_duplicate=False)
+    )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A normalisation, by class name (every library writes its own)."""
+    return not module._modules and bool(_NORM.search(type(module).__name__))
+
+
+def is_activation(module: nn.Module) -> bool:
+    """An elementwise non-linearity (PReLU included, softmax and attention not)."""
+    return not module._modules and bool(_ACTIVATION.search(type(module).__name__))
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """A table looked up by integers."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """A layer or cell of torch that is applied along time."""
+    return isinstance(module, nn.RNNBase | nn.RNNCellBase)
+
+
+def is_atom(module: nn.Module) -> bool:
+    """A layer, not a composition: no children, or such that only implement one layer (attention, LoRA, weight norm)."""
+    inner = unwrap(module)
+    if isinstance(inner, nn.MultiheadAttention) or is_recurrent(inner):
+        return True
+    if "base_layer" in inner._modules:
+        return True
+    return not isinstance(inner, LISTS) and not inner._modules.keys() - {"parametrizations"}
+
+
+def is_step(module: nn.Module) -> bool:
+    """A layer with weights that makes new features: no normalisation, activation or embedding."""
+    inner = unwrap(module)
+    if not is_atom(inner) or is_norm(inner) or is_activation(inner) or is_embedding(inner):
+        return False
+    return any(isinstance(p, UninitializedParameter) or p.dim() >= 2 for p in inner.parameters())
+
+
+def steps_inside(module: nn.Module) -> int:
+    """How many layers with weights are inside (a module counts once however often it is registered)."""
+    return sum(is_step(m) for m in module.modules())
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """A Sequential that only runs its children in order (torchvision's ConvNormActivation is one)."""
+    inner = unwrap(module)
+    return isinstance(inner, nn.Sequential) and type(inner).forward is nn.Sequential.forward
+
+
+def is_layer_sequence(module: nn.Module) -> bool:
+    """A plain Sequential, nested or not, of layers only."""
+    inner = unwrap(module)
+    return is_plain_sequential(inner) and all(is_atom(c) or is_layer_sequence(c) for _, c in children(inner))
+
+
+def is_block(module: nn.Module) -> bool:
+    """What may stand between two points: a composition with weights, or a user's own layer with raw weights."""
+    inner = unwrap(module)
+    if not has_parameters(inner) or is_norm(inner):
+        return False
+    if is_atom(inner):
+        return is_step(inner) and not type(inner).__module__.startswith("torch.") and "base_layer" not in inner._modules
+    return True
+
+
+def is_parallel(name: str, module: nn.Module | None = None) -> bool:
+    """By name: side by side (experts, heads, codebooks, projections), not one behind the other."""
+    return not isinstance(module, nn.Sequential) and bool(_PARALLEL.search(name))
+
+
+def is_towers(name: str) -> bool:
+    """By name: independent networks side by side, each with a depth of its own."""
+    return bool(_TOWERS.search(name))
+
+
+def is_part(module: nn.Module) -> bool:
+    """By class name: part of a block (attention, MLP, norm), not a whole one."""
+    return bool(_PART.search(type(unwrap(module)).__name__))
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Features in and out of a layer with weights; 0 where unknown."""
+    inner = unwrap(module)
+    inner = inner._modules.get("base_layer") or inner
+    for a, b in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        if isinstance(getattr(inner, a, None), int) and isinstance(getattr(inner, b, None), int):
+            return getattr(inner, a), getattr(inner, b)
+    return 0, 0
+
+
+def _last_word(name: str) -> str:
+    words = re.findall(r"[A-Z][a-z0-9]+|[A-Z]+(?![a-z])", name)
+    return words[-1] if words else name
+
+
+def _related(a: type, b: type) -> bool:
+    if a is b:
+        return True
+    plain = {nn.Module, *LISTS}
+    bases = [c for c in a.__mro__ if issubclass(c, nn.Module) and c not in plain]
+    if any(issubclass(b, c) for c in bases):
+        return True
+    word = _last_word(a.__name__)
+    return word == _last_word(b.__name__) and word in {"Block", "Layer", "Cell", "Stage", "Bottleneck", "Residual"}
+
+
+def family(items: list[Named], *, ordered: bool) -> list[Named]:
+    """The blocks among items that stand behind each other; empty where no two are alike.
+
+    Alike are the most frequent class and what is related to it. What lies between two of them belongs to the depth
+    axis too (a downsampling step, a hybrid's other layer). At the ends of a sequence (`ordered`: it may hold a stem and
+    a head) foreign modules are left out, in a plain list they are kept.
+    """
+    blocks = [(path, module) for path, module in items if is_block(module)]
+    if not blocks:
+        return []
+    common, _ = Counter(type(unwrap(m)) for _, m in blocks).most_common(1)[0]
+    alike = [i for i, (_, m) in enumerate(blocks) if _related(common, type(unwrap(m)))]
+    if len(alike) < 2:
+        return []
+    if ordered:
+        return blocks[alike[0] : alike[-1] + 1]
+    return blocks if 2 * len(alike) >= len(blocks) else [blocks[i] for i in alike]
