@@ -20,11 +20,18 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
-from flowscope.faults import Faults
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, in_backward, on_gradient
-from flowscope.probes.layout import AxisReader, derives_from, floating_tensors, hidden_input, hidden_output, is_compiling
+from flowscope.probes.hooks import Hooks, in_backward
+from flowscope.probes.layout import (
+    AxisReader,
+    derives_from,
+    floating_tensors,
+    hidden_input,
+    hidden_output,
+    is_compiling,
+    node_number,
+)
 from flowscope.probes.statistics import Positions
 
 ENTRY = -1
@@ -75,7 +82,7 @@ class FlowObserver:
         borrowed: dict[str, FlowObserver] | None = None,
     ) -> None:
         self.flow, self.config, self.switch, self.canary, self.buffer = flow, config, switch, canary, buffer
-        self.faults: Faults = hooks.faults
+        self.hooks, self.faults = hooks, hooks.faults
         self.part = f"flow {flow.name}"
         self.paths = [display_path(path) for path in flow.outputs]
         self.borrowed = borrowed or {}
@@ -109,7 +116,10 @@ class FlowObserver:
         self._latest = ENTRY
         self._recomputed: Counter[int] = Counter()
         self._tracked: set[PointKey] = set()
+        self._order: dict[PointKey, None] = {}
+        self._untracked: dict[int, list[int]] = {}
         self._last_output: weakref.ref[Tensor] | None = None
+        self._last_number: int | None = None
         self._previous: Positions | None = None
         self._origin: Positions | None = None
         self._entry_waits: Tensor | None = None
@@ -121,7 +131,7 @@ class FlowObserver:
     def _continues(self, args: Any, kwargs: Any) -> bool:
         """Whether a repeated call goes on from the flow's last output (a loop) or starts afresh (a second input)."""
         last = self._last_output() if self._last_output else None
-        return last is not None and derives_from(floating_tensors((args, kwargs)), last)
+        return derives_from(floating_tensors((args, kwargs)), last, self._last_number)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.switch.paused:
@@ -142,7 +152,7 @@ class FlowObserver:
         key = (ENTRY, 0)
         if not self.switch.sampling:
             if tracked and not recomputing:
-                on_gradient(x, self.part, partial(self.canary.count, "backward"), self.faults)
+                self.hooks.on_gradient(x, self.part, partial(self.canary.count, "backward"), "canary")
             return
         if recomputing and key in self._tracked:
             return
@@ -155,11 +165,12 @@ class FlowObserver:
                 self.forward_calls[key] += 1
         if tracked:
             if not tracing:
-                self._tracked.add(key)
+                if not recomputing:
+                    self._tracked.add(key)
                 self.tracked_calls[key] += 1
                 self._entry_waits = None
             self._register(x, key, vector, self._slow_slices(self._readers[0], x))
-        elif not recomputing and not tracing:
+        elif not recomputing and not tracing and torch.is_grad_enabled():
             self._entry_waits = vector
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -190,11 +201,15 @@ class FlowObserver:
             self._latest = index
             self._calls[index] += 1
             self._last_output = weakref.ref(x) if x is not None else None
+            self._last_number = node_number(x) if x is not None else None
+            self._order.setdefault(key)
+            if x is None or not x.requires_grad:
+                self._untracked.setdefault(index, []).append(key[1])
             if torch.is_grad_enabled():
                 self.forward_calls[key] += 1
                 self._executed.setdefault(key)
         else:
-            key = (index, max(0, self._calls[index] - 1 - self._recomputed[index]))
+            key = self._recalled(index)
             if key in self._tracked:
                 return
         if x is None or not x.requires_grad:
@@ -213,19 +228,25 @@ class FlowObserver:
             self.canary.count("forward", x)
         late = None
         if recomputing:
-            self._executed.setdefault(key)
-            if self._calls[index] > 1:
+            if any(k not in self._executed for k in (*self._order, key)):
+                self._executed = dict.fromkeys([*self._order, *self._executed, key])
+            if len(self._untracked.get(index, ())) > 1:
                 late = index
         else:
             self._tracked.add(key)
         self.tracked_calls[key] += 1
         self._register(x, key, vector, self._slow_slices(reader, x), late)
 
+    def _recalled(self, index: int) -> PointKey:
+        """The call that a checkpoint recomputes: those without gradient in the first pass, from the last to the first."""
+        calls = self._untracked.get(index, [0])
+        return index, calls[-1 - self._recomputed[index] % len(calls)]
+
     def _canary(self, index: int, x: Tensor, *, recomputing: bool) -> None:
         if index == len(self.flow.outputs) - 1:
             self.canary.count("forward", x)
         if index == 0 and self.flow.entry is None and not recomputing:
-            on_gradient(x, self.part, partial(self.canary.count, "backward"), self.faults)
+            self.hooks.on_gradient(x, self.part, partial(self.canary.count, "backward"), "canary")
 
     def _drop_stale(self) -> None:
         if self.switch.stale:
@@ -256,7 +277,7 @@ class FlowObserver:
             x = x.detach()
             square, nonfinite = statistics.square_and_nonfinite(x)
             elements = torch.full((), x.numel(), dtype=square.dtype, device=x.device)
-            head = torch.stack([square, nonfinite.to(square.dtype), elements])
+            head = torch.stack([square, nonfinite, elements])
             if not self.depth:
                 return head, None
             positions = self._positions(reader, x)
@@ -290,7 +311,7 @@ class FlowObserver:
         entry = None
         if key[0] != ENTRY and not is_compiling():
             entry, self._entry_waits = self._entry_waits, None
-        on_gradient(x, self.part, partial(self._deposit, key, vector, slow, late, entry), self.faults)
+        self.hooks.on_gradient(x, self.part, partial(self._deposit, key, vector, slow, late, entry), key)
 
     def _deposit(
         self,
@@ -306,10 +327,10 @@ class FlowObserver:
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
         if late is not None:
-            key = (late, max(0, self._calls[late] - 1 - self._recomputed[late]))
+            key = self._recalled(late)
             self._recomputed[late] += 1
         square, nonfinite = statistics.square_and_nonfinite(gradient)
-        tail = torch.stack([square, nonfinite.to(square.dtype), torch.ones_like(square)])
+        tail = torch.stack([square, nonfinite, torch.ones_like(square)])
         self.buffer.add(self._row(key), torch.cat([vector[:3], tail, vector[3:]]))
         if entry is not None:
             self.buffer.add(self._row((ENTRY, 0)), torch.cat([entry[:3], torch.zeros_like(tail), entry[3:]]))

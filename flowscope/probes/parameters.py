@@ -66,15 +66,14 @@ class ParameterObserver:
         Args:
             only: ids of the parameters to read now (one optimizer's); None reads all that were not read yet.
         """
+        found: dict[int, Tensor] = {}
         for i, parameter in enumerate(self.current()):
             if parameter is None or parameter.grad is None or i in self.gradients:
                 continue
-            if only is not None and id(parameter) not in only:
-                continue
-            gradient = parameter.grad.detach()
-            if gradient.is_sparse:
-                gradient = gradient.coalesce().values()
-            self.gradients[i] = _exact_norm(gradient)
+            if only is None or id(parameter) in only:
+                gradient = parameter.grad.detach()
+                found[i] = gradient.coalesce().values() if gradient.is_sparse else gradient
+        self.gradients.update(zip(found, _norms(list(found.values())), strict=True))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -115,21 +114,20 @@ class ParameterObserver:
         return view
 
     def take(self) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-        """Return this step's numbers, one vector a device, each with the (row, parameter) its entries belong to.
+        """Return this step's numbers, in vectors, each with the (row, parameter) its entries belong to.
 
         Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step.
         """
-        columns: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
-        for row, values in enumerate((self.norms, self.gradients)):
+        columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
+        rows: list[tuple[int, dict[int, Tensor]]] = [(0, self.norms), (1, self.gradients)]
+        rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(2)]
+        for row, values in rows:
             for i, value in values.items():
-                columns.setdefault(value.device, []).append((row, i, value))
-        for i, pair in self.updates.items():
-            for row, value in enumerate(pair, start=2):
-                columns.setdefault(value.device, []).append((row, i, value))
+                columns.setdefault((value.device, value.dtype), []).append((row, i, value))
         self.norms, self.gradients, self.updates = {}, {}, {}
         return [
-            (torch.stack([v.to(wide(device)) for *_, v in items]), [(row, i) for row, i, _ in items])
-            for device, items in columns.items()
+            (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
+            for items in columns.values()
         ]
 
     def drop(self) -> None:
@@ -157,11 +155,23 @@ def _floating(parameter: Tensor) -> bool:
     )
 
 
+FP32_SAFE = (1e-15, 1e15)
+"""Norms in this range are right to fp32 rounding; outside it, squares of entries under- or overflow fp32."""
+
+
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms of weights: one fused call for the fp32 ones, fp64 accumulation for the others."""
-    plain = [t for t in tensors if t.dtype == torch.float32]
-    fused = iter(torch._foreach_norm(plain) if plain else [])
-    return [next(fused) if t.dtype == torch.float32 else _exact_norm(t) for t in tensors]
+    """Norms with the exactness of fp64 accumulation.
+
+    On the CPU one fused fp32 call, and fp64 again for the few whose norm leaves the safe range (reading a number there
+    waits for nothing); elsewhere fp64 from the start.
+    """
+    fused = [i for i, t in enumerate(tensors) if t.dtype == torch.float32 and t.device.type == "cpu"]
+    norms: dict[int, Tensor] = {}
+    if fused:
+        values = torch._foreach_norm([tensors[i] for i in fused])
+        safe = [FP32_SAFE[0] < value < FP32_SAFE[1] for value in torch.stack(values).tolist()]
+        norms = {i: value for i, value, right in zip(fused, values, safe, strict=True) if right}
+    return [norms[i] if i in norms else _exact_norm(t) for i, t in enumerate(tensors)]
 
 
 def _exact_norm(x: Tensor) -> Tensor:

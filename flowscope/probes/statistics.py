@@ -9,6 +9,7 @@ fp64: squares of gradients near 1e-22 vanish in fp32 (measured in the first step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,8 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
         sequence: whether the positions between batch and features are tokens of a sequence.
     """
     states = feature_last(x.detach(), axis)
+    if states.is_complex():  # a complex feature is two real ones
+        states = torch.view_as_real(states.resolve_conj()).flatten(-2)
     batch, tokens = states.shape[0], states.shape[1]
     if batch * tokens > limit:
         rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
@@ -74,11 +77,18 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
 
 
 def square_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fp64 sum of squares of x and the number of its non-finite entries (x - x is 0 or NaN, NaN counts)."""
+    """Return the fp64 sum of squares of x and the number of its non-finite entries, both 0-dim of one dtype.
+
+    The count is of x - x, which is 0 or NaN. On the CPU it is only made where the norm is not finite: fp64 squares of
+    fp32 entries cannot overflow, and reading a number there waits for nothing.
+    """
     if x.is_complex():
-        x = torch.view_as_real(x)
+        x = torch.view_as_real(x.resolve_conj())
     norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
-    return norm * norm, torch.count_nonzero(x - x)
+    countless = x.device.type == "cpu" and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    if countless and math.isfinite(norm.item()):
+        return norm * norm, torch.zeros_like(norm)
+    return norm * norm, torch.count_nonzero(x - x).to(norm.dtype)
 
 
 def cosine_buckets(one_minus_cosine: Tensor, valid: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def unit_metrics(vectors: dict[str, Array], kinds: dict[str, str]) -> tuple[dict
     """dead_fraction and saturation per activation module, and their labels.
 
     Args:
-        vectors: label -> [saturated, size, counts per unit...].
+        vectors: label -> [saturated or zero, size, calls in which each unit was on...].
         kinds: label -> "rectifier", "smooth", "input", "sigmoid" or "tanh".
     """
     dead = [label for label in vectors if kinds[label] in ("rectifier", "smooth", "input")]
@@ -119,7 +119,7 @@ def unit_metrics(vectors: dict[str, Array], kinds: dict[str, str]) -> tuple[dict
 
 def zero_share(vector: Array) -> float:
     """The share of exact zeros among what a unit probe counted."""
-    return float(1 - vector[2:].sum() / vector[1])
+    return float(vector[0] / vector[1])
 
 
 def _nan_where_zero(x: Array) -> Array:

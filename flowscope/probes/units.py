@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.probes.deposit import Switch
-from flowscope.probes.hooks import Hook, Hooks, on_gradient
+from flowscope.probes.hooks import Hook, Hooks
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.statistics import feature_last, wide
 
@@ -39,7 +39,7 @@ SIGMOID_LIMIT = 1.0 / (1.0 + math.exp(-5.0))
 
 
 class UnitProbe:
-    """Counts of one module: per unit, how often it was on; in all, how many values are saturated or exactly zero."""
+    """Counts of one module: per unit, in how many calls it was ever on; in all, how many values are saturated or zero."""
 
     def __init__(self, label: str, kind: str) -> None:
         self.label, self.kind = label, kind
@@ -75,7 +75,7 @@ class UnitObserver:
     PART = "units"
 
     def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._units, self._faults = switch, config.units, hooks.faults
+        self._switch, self._units, self._hooks = switch, config.units, hooks
         self.probes: list[UnitProbe] = []
         self._counted: dict[int, weakref.ref[Tensor]] = {}
         readers: dict[int, AxisReader] = {}
@@ -119,18 +119,18 @@ class UnitObserver:
             states = feature_last(states, axis).flatten(0, 1)
             states = states[:, :: -(-states.shape[1] // self._units)]
             dtype = wide(x.device)
-            on = states.abs() > SMOOTH_ZERO if probe.kind == "smooth" else states != 0
-            counts = on.sum(0, dtype=dtype)
+            # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
+            on = (states.abs().amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)).to(dtype)
             size = torch.full((), states.numel(), dtype=dtype, device=x.device)
-            saturated = _saturated(probe.kind, states, dtype)
-        on_gradient(x, self.PART, partial(probe.deposit, counts, torch.stack([saturated, size])), self._faults)
+            sums = torch.stack([_counted(probe.kind, states, dtype), size])
+        self._hooks.on_gradient(x, self.PART, partial(probe.deposit, on, sums), probe.label)
 
     def end_step(self) -> None:
         """Forget which tensors were counted."""
         self._counted.clear()
 
     def take(self) -> list[tuple[Tensor, UnitProbe]]:
-        """Return [saturated, size, counts...] of the probes that saw a gradient, and start again from nothing."""
+        """Return [saturated or zero, size, counts per unit...] of the probes that saw a gradient, and start again from nothing."""
         taken = []
         for probe in self.probes:
             if probe.counts is not None and probe.sums is not None:
@@ -147,9 +147,12 @@ class UnitObserver:
                 self.probes.remove(probe)
 
 
-def _saturated(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor:
+def _counted(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many values are saturated (sigmoid, tanh) or exactly zero (a layer's input)."""
     if kind == "tanh":
         return (states.abs() > TANH_LIMIT).sum(dtype=dtype)
     if kind == "sigmoid":
         return ((states - 0.5).abs() > SIGMOID_LIMIT - 0.5).sum(dtype=dtype)
+    if kind == "input":
+        return (states == 0).sum(dtype=dtype)
     return torch.zeros((), dtype=dtype, device=states.device)
