@@ -1,0 +1,229 @@
+"""Answer the merge adds of one call of a block by its connection, while the block's own code runs.
+
+The carried x enters the block as a `Carry`, a tensor subclass that brings the call's state with it and answers the add;
+it is a plain tensor to everything else. No mode, no hook, no write to a module: eager, compiled, checkpointed and both
+together are one code path. Where x cannot be tagged (it is a subclass already, or reaches the add through a function
+that is no child), a function mode that counts the block's adds takes over (`SiteMode`): it does all but compile and
+checkpoint together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from flowscope.connections.connection import Connection, State
+from flowscope.discovery.tracing import ADDS, CASTS, SiteRule
+from flowscope.errors import FlowscopeError
+
+
+class BlockRule(NamedTuple):
+    """How a woven block finds its sites."""
+
+    rules: tuple[SiteRule, ...]
+    argument: int | str  # position of the carried x in the call
+    name: str  # and its name
+    output: int | str | None  # where it leaves
+    child: str  # name under which the connection is registered
+    taggable: bool
+    deferred: bool  # the connection begins at the first site (a projection makes the carry)
+    dims: int  # axes of what comes in, where streams travel; 0: not checked
+    path: str
+
+
+class BlockCall:
+    """The state of one call of a block."""
+
+    def __init__(self, connection: Connection, rule: BlockRule) -> None:
+        self.connection = connection
+        self.rules = rule.rules
+        self.deferred = rule.deferred
+        self.state: State = None
+        self.fired = 0
+        self.seen = 0
+
+    def meet(self, site: int, state: State, func: Any, left: Tensor, right: Tensor, alpha: Any) -> Tensor:
+        """Answer the add at a site."""
+        statement = func is Tensor.add_  # as a statement its result must land in the left operand
+        first = left.clone() if statement else left
+        x, f = (right, first) if self.rules[site].carry else (first, right)
+        if alpha is not None:
+            x, f = (x * alpha, f) if self.rules[site].carry else (x, f * alpha)
+        if site == 0 and self.deferred:
+            x, state = self.connection.begin(x)
+        y, self.state = self.connection.merge(site, state, x, f)
+        self.fired += 1
+        return left.copy_(y) if statement else y
+
+
+class Carry(Tensor):
+    """The carried x on its way to site number `site`; a snapshot, so a replay inside the block meets the same state."""
+
+    plain: Tensor
+    call: BlockCall
+    site: int
+    state: State
+    touched: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ADDS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            carry = cast(Carry, args[0] if type(args[0]) is Carry else args[1])
+            call = carry.call
+            if carry.site < len(call.rules):
+                if carry.touched == call.rules[carry.site].touch:
+                    alpha = kwargs.get("alpha") if kwargs else None
+                    y = call.meet(carry.site, carry.state, func, plain(args[0]), plain(args[1]), alpha)
+                    return tag(y, call, carry.site + 1, call.state)
+                carry.touched += 1  # an add that is no site (x + positions)
+        elif func in CASTS and type(args[0]) is Carry:
+            carry = args[0]
+            y = func(carry.plain, *[plain(a) for a in args[1:]], **(kwargs or {}))
+            return tag(y, carry.call, carry.site, carry.state, carry.touched)
+        elif func is Tensor.detach:
+            refuse_reentrant()
+        if kwargs:
+            return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+        return func(*[plain(a) for a in args])
+
+
+def tag(x: Tensor, call: BlockCall, site: int, state: State, touched: int = 0) -> Carry:
+    """Return x as the carry of a call on its way to a site."""
+    carry = x.as_subclass(Carry)
+    carry.plain = x
+    carry.call = call
+    carry.site = site
+    carry.state = state
+    carry.touched = touched
+    return carry
+
+
+def plain(value: Any) -> Any:
+    """Return a value without tags: the very tensors that were tagged."""
+    kind = type(value)
+    if kind is Carry:
+        return value.plain
+    if kind is tuple or kind is list:
+        return kind([plain(item) for item in value])
+    return value
+
+
+def refuse_reentrant() -> None:
+    """Refuse a replay by reentrant checkpointing inside a block: it detaches the carry in the backward."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise FlowscopeError(
+            "reentrant checkpointing inside a wrapped block would lose the connection's gradient: "
+            "use checkpoint(..., use_reentrant=False), or checkpoint the whole block."
+        )
+
+
+class SiteMode(TorchFunctionMode):
+    """Answers the adds of one call by their number among the adds that the block's own code does."""
+
+    def __init__(self, call: BlockCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self.call
+        if func in ADDS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            call.seen += 1
+            site = call.fired
+            if site < len(call.rules) and call.seen - 1 == call.rules[site].visible:
+                return call.meet(site, call.state, func, args[0], args[1], kwargs.get("alpha") if kwargs else None)
+        return func(*args, **(kwargs or {}))
+
+
+def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a woven block's own forward with its merge adds answered by its connection."""
+    rule: BlockRule = block.flowscope_rule
+    connection = block._modules[rule.child]
+    place = rule.name if rule.name in kwargs else rule.argument
+    x = kwargs[place] if isinstance(place, str) else args[place]
+    if x.is_nested or (rule.dims and x.dim() != rule.dims):
+        refuse_shape(rule, x)
+    call = BlockCall(connection, rule)
+    if not rule.deferred:
+        x, call.state = connection.begin(x)
+    tagged = rule.taggable and type(x) is Tensor
+    carried = tag(x, call, 0, call.state) if tagged else x
+    if isinstance(place, str):
+        kwargs = {**kwargs, place: carried}
+    else:
+        args = (*args[:place], carried, *args[place + 1 :])
+    if tagged:
+        output = forward(block, *args, **kwargs)
+    else:
+        with SiteMode(call):
+            output = forward(block, *args, **kwargs)
+    if call.fired != len(rule.rules):
+        refuse_missed(rule, call)
+    return leave(output, rule.output, call)
+
+
+def leave(output: Any, place: int | str | None, call: BlockCall) -> Any:
+    """Return a block's output without tags, its carry as the connection hands it on."""
+    if place is None:
+        return call.connection.end(plain(output), call.state)
+    if isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
+        return call.connection.end(plain(output), call.state)
+    if isinstance(output, dict):
+        for key in output:
+            output[key] = plain(output[key])
+        output[place] = call.connection.end(output[place], call.state)
+        return output
+    items = [plain(item) for item in output]
+    items[place] = call.connection.end(items[place], call.state)  # type: ignore[index]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+
+def refuse_missed(rule: BlockRule, call: BlockCall) -> None:
+    """Raise: a promised site did not fire."""
+    raise FlowscopeError(
+        f"{rule.path}: {call.fired} of {len(rule.rules)} merge sites fired in this forward; the block adds elsewhere "
+        "than in the trace (another path for training, other arguments, a fused kernel). Pass example_inputs that "
+        "take the path you train, or leave the block out with where=."
+    )
+
+
+def refuse_shape(rule: BlockRule, x: Tensor) -> None:
+    """Raise: what came in is not what the connection carries."""
+    if x.is_nested:
+        raise FlowscopeError(f"{rule.path}: got a nested tensor; build the encoder with enable_nested_tensor=False.")
+    raise FlowscopeError(
+        f"{rule.path}: got {x.dim()} axes {list(x.shape)}, expected {rule.dims}: streams were not expanded or reduced "
+        "before this block (a block was skipped, or code between the blocks changed x). Pass example_inputs, "
+        "or wrap fewer blocks with where=."
+    )
+
+
+def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a woven child's own forward on plain tensors; tag what it returns where that is the carry."""
+    carries: str = child.flowscope_carries
+    depth = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    if type(mode) is SiteMode:
+        if carries == "norm" and bypassed(mode.call, mode.call.fired):
+            return args[0] if args else next(iter(kwargs.values()))
+        with _pop_mode_temporarily():
+            return forward(child, *args, **kwargs)
+    carry = None
+    if carries:
+        carry = next((a for a in (*args, *kwargs.values()) if type(a) is Carry), None)
+        if carry is not None and carries == "norm" and bypassed(carry.call, carry.site):
+            return carry
+    if kwargs:
+        kwargs = {name: plain(value) for name, value in kwargs.items()}
+    output = forward(child, *[plain(a) for a in args], **kwargs)
+    if carry is not None and type(output) is Tensor:
+        return tag(output, carry.call, carry.site, carry.state)
+    return output
+
+
+def bypassed(call: BlockCall, site: int) -> bool:
+    """Whether the norm between the site before and this one is to be skipped."""
+    return site > 0 and call.connection.bypass_outer[site - 1]

@@ -1,0 +1,118 @@
+"""Where each block stands in its flow: what a connection must know when it is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from flowscope.connections.connection import ConnectionContext, NormKind
+from flowscope.connections.interception import BlockRule
+from flowscope.discovery.sites import BlockSites, SitePlan
+from flowscope.errors import FlowscopeError
+
+
+def servable(plan: SitePlan, mode: str, streams: int) -> SitePlan:
+    """Return the plan without the blocks a mode cannot serve: streams of changing width, norms beside a projection."""
+    refused = {}
+    for block in plan.blocks:
+        sites = block.traced.sites
+        if streams and any(site.shape != block.shape for site in sites):
+            refused[block.path] = "the stream width changes between its sites"
+        if mode == "keel-postln" and any(site.kind == "projection" for site in sites):
+            refused[block.path] = "keel-postln has no place for a projection shortcut"
+    kept = []
+    for number, block in enumerate(plan.blocks):
+        before = plan.blocks[number - 1].path in refused if number else True
+        after = plan.blocks[number + 1].path in refused if number + 1 < len(plan.blocks) else True
+        if block.path not in refused:
+            kept.append(replace(block, first=block.first or before, last=block.last or after))
+    return SitePlan(tuple(kept), (*plan.refused, *refused.items()), plan.traced)
+
+
+def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
+    """Return how the woven block finds its sites.
+
+    Raises:
+        FlowscopeError: both names the connection could be registered under are taken.
+    """
+    module = model.get_submodule(block.path)
+    child = "connection" if not hasattr(module, "connection") else "flow_connection"
+    if hasattr(module, child):
+        raise FlowscopeError(f"wrap: {block.path} already has attributes connection and flow_connection.")
+    traced = block.traced
+    rules = tuple(site.rule for site in traced.sites)
+    deferred = bool(streams) and rules[0].fresh
+    return BlockRule(
+        rules=rules,
+        argument=traced.argument,
+        name=argument_name(module, traced.argument),
+        output=traced.output,
+        child=child,
+        taggable=all(rule.touch is not None for rule in rules),
+        deferred=deferred,
+        dims=0 if not streams or deferred else len(block.shape) + (not block.first),
+        path=block.path,
+    )
+
+
+def argument_name(block: nn.Module, argument: int | str) -> str:
+    """Return the name of the argument in which the carried x comes in."""
+    if isinstance(argument, str):
+        return argument
+    names = list(inspect.signature(block.forward).parameters)
+    return names[argument] if argument < len(names) else ""
+
+
+def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, ConnectionContext]]:
+    """Yield each block with where it stands in its flow."""
+    blocks, sites = Counter(b.flow for b in plan.blocks), Counter(s.flow for s in plan.sites)
+    roles = {flow: "encoder" if "encoder" in flow.lower() else "decoder" for flow in blocks}
+    seen: Counter[str] = Counter()
+    offset: Counter[str] = Counter()
+    for block in plan.blocks:
+        module, flow, traced = model.get_submodule(block.path), block.flow, block.traced.sites
+        axis = feature_axis(module, block.shape)
+        place = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+        yield (
+            block,
+            ConnectionContext(
+                features=traced[-1].shape[axis],
+                sites=len(traced),
+                block=seen[flow],
+                blocks=blocks[flow],
+                first=block.first,
+                last=block.last,
+                offset=offset[flow],
+                total_sites=sites[flow],
+                feature_axis=axis,
+                norm_kinds=tuple(cast(NormKind, site.norm) for site in traced),
+                outer_norms=tuple(module.get_submodule(s.outer_norm) if s.outer_norm else None for s in traced),
+                role=cast(Any, roles[flow]),
+                other_blocks=sum(n for other, n in blocks.items() if roles[other] != roles[flow]),
+                dtype=place.dtype,
+                device=place.device,
+            ),
+        )
+        seen[flow] += 1
+        offset[flow] += len(traced)
+
+
+def feature_axis(block: nn.Module, shape: tuple[int, ...]) -> int:
+    """Return 1 where the carried x has its features on axis 1 (convolutions), else -1."""
+    channels: set[int] = set()
+    last: set[int] = set()
+    for module in block.modules():
+        if isinstance(module, nn.modules.conv._ConvNd):
+            channels.add(module.out_channels)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            channels.add(module.num_features)
+        elif isinstance(module, nn.Linear):
+            last |= {module.in_features, module.out_features}
+    on_channels = len(shape) >= 3 and shape[1] in channels and (len(shape) >= 4 or shape[-1] not in last)
+    return 1 if on_channels else -1

@@ -1,0 +1,167 @@
+"""Give a block its connection, in place: the block and some of its children change class, no module moves.
+
+Names, hooks, parameters, state_dict, isinstance, deepcopy and pickle survive. Children without a site get the plain
+tensor, so nothing is intercepted inside them; those on the carry's own path (post-norm, dropout) hand a tagged tensor
+on. How the adds are answered: `interception`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowscope.connections.connection import Connection, ConnectionContext
+from flowscope.connections.interception import BlockRule, run_block, run_child
+from flowscope.connections.options import ModeOptions
+from flowscope.discovery.sites import BlockSites
+from flowscope.errors import FlowscopeError
+
+logger = logging.getLogger("flowscope")
+
+
+@dataclass
+class Notice:
+    """Whether something was said already; shared by the connections of one `wrap`."""
+
+    said: bool = False
+
+
+@dataclass
+class Recipe:
+    """How a block's connection was made, to make it again with its initial values."""
+
+    factory: Callable[[str, ConnectionContext, ModeOptions], Connection]
+    mode: str
+    context: ConnectionContext
+    options: ModeOptions
+    seed: int
+    notice: Notice
+
+    def make(self) -> Connection:
+        """Return the connection as it is at the start; the random state stays as it is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.factory(self.mode, self.context, self.options)
+
+
+class Woven:
+    """Marks the classes made here."""
+
+
+class WovenBlock(Woven):
+    """A block with merge sites: its forward is the original's between `begin` and `end` of the connection."""
+
+    flowscope_rule: BlockRule
+    flowscope_recipe: Recipe
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *args: Any
+    ) -> None:
+        if strict:
+            fill_absent(state_dict, f"{prefix}{self.flowscope_rule.child}.", self.flowscope_recipe)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *args)  # type: ignore[misc]
+
+
+class WovenSequence(WovenBlock):
+    """A woven `nn.Sequential`: what it runs in order does not include the connection."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        modules: dict[str, nn.Module] = vars(self)["_modules"]
+        return iter([module for name, module in modules.items() if name != self.flowscope_rule.child])
+
+    def __len__(self) -> int:
+        return len(vars(self)["_modules"]) - 1
+
+
+class WovenChild(Woven):
+    """A child of a woven block that holds no site: it gets the plain tensor, out of sight of the mode."""
+
+    flowscope_carries: str  # "" | "carry" | "norm": what it returns is the carry
+
+
+def fill_absent(state_dict: dict[str, Any], prefix: str, recipe: Recipe) -> None:
+    """Add a connection's initial values to a checkpoint saved before wrapping."""
+    if any(key.startswith(prefix) for key in state_dict):
+        return
+    values = recipe.make().state_dict()
+    state_dict.update({f"{prefix}{name}": value for name, value in values.items()})
+    if values and not recipe.notice.said:
+        recipe.notice.said = True
+        logger.info("the checkpoint was saved before wrap: its connections start from their initial values")
+
+
+@functools.cache
+def woven_class(mixin: Any, base: Any) -> type:
+    """Return the class of a woven module: `base` under its own name, with `mixin` in front."""
+    run = run_child if issubclass(mixin, WovenChild) else run_block
+    original = base.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, original, args, kwargs)
+
+    def reduce_ex(self: Any, protocol: int) -> Any:
+        return remake, (mixin, base), *object.__reduce_ex__(self, protocol)[2:]
+
+    members = {"forward": forward, "__reduce_ex__": reduce_ex}
+    members |= {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (mixin, base), members)
+
+
+def remake(mixin: type, base: type) -> Any:
+    """Make an empty module of a woven class (for pickle and deepcopy, which cannot find it by name)."""
+    made: Any = woven_class(mixin, base)
+    return made.__new__(made)
+
+
+def change_class(module: nn.Module, mixin: type, path: str) -> None:
+    """Put a module into its woven class.
+
+    Raises:
+        FlowscopeError: its `forward` was replaced on the instance, which would hide the woven one.
+    """
+    if "forward" in vars(module):
+        raise FlowscopeError(
+            f"wrap: {path}.forward was replaced on the instance ({type(module).__name__}); wrap the model before that."
+        )
+    kind: Any = type(module)
+    module.__class__ = woven_class(mixin, kind)
+
+
+def original_class(module: nn.Module) -> type:
+    """Return the class a woven module had."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, Woven))
+
+
+def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) -> None:
+    """Give a block its connection."""
+    module = model.get_submodule(block.path)
+    carriers = dict(block.traced.carriers)
+    for name in sorted({*carriers, *block.traced.quiet}):
+        child = module.get_submodule(name)
+        kind = "" if name not in carriers else "norm" if carriers[name] else "carry"
+        if not isinstance(child, Woven):
+            change_class(child, WovenChild, f"{block.path}.{name}")
+            vars(child)["flowscope_carries"] = kind
+        elif isinstance(child, WovenChild):
+            vars(child)["flowscope_carries"] = kind or child.flowscope_carries
+    change_class(module, WovenSequence if isinstance(module, nn.Sequential) else WovenBlock, block.path)
+    vars(module).update(flowscope_rule=rule, flowscope_recipe=recipe)
+    module.add_module(rule.child, recipe.make())
+
+
+def unweave(model: nn.Module) -> None:
+    """Take every connection and every woven class away again."""
+    for module in list(model.modules()):
+        if isinstance(module, WovenBlock):
+            del module._modules[module.flowscope_rule.child]
+        if isinstance(module, Woven):
+            for name in ("flowscope_rule", "flowscope_carries", "flowscope_recipe"):
+                vars(module).pop(name, None)
+            module.__class__ = original_class(module)

@@ -1,0 +1,200 @@
+"""`wrap`: put a connection at every merge site of an unmodified model, in place; and the way back.
+
+```python
+model = flowscope.wrap(model, mode="dhc", streams=4, example_inputs=batch)
+flowscope.connections(model)                  # [("layers.0.connection", Connection), ...]
+model = flowscope.unwrap(model)
+```
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from flowscope.connections.connection import Connection
+from flowscope.connections.modes import make_connection, preserves_output
+from flowscope.connections.options import ModeOptions, mode_name, parse_options
+from flowscope.connections.placement import block_rule, contexts, servable
+from flowscope.connections.postln import deepnorm_init_
+from flowscope.connections.stream_outputs import ReduceHiddenStates
+from flowscope.connections.verification import BlockRan, FirstForward, check_run, difference
+from flowscope.connections.weaving import Notice, Recipe, WovenBlock, unweave, weave
+from flowscope.discovery.sites import SitePlan, plan_sites
+from flowscope.errors import FlowscopeError
+
+logger = logging.getLogger("flowscope")
+
+
+def wrap(
+    model: nn.Module,
+    mode: str = "keel",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    example_inputs: Any = None,
+    where: str | list[str] | tuple[str, ...] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Replace the residual merges of a model by connections, in place; returns the model.
+
+    Every block gets one child module (`connection`); no module moves, no parameter changes its name, a checkpoint
+    saved before loads strictly. Logs once what it did.
+
+    Args:
+        model: any module with repeated residual blocks.
+        mode: see `MODES`; hyphen or underscore.
+        optimizer: an existing optimizer gets the new parameters as groups (make its scheduler after that).
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments for one run of the model; without
+            it transformers' `dummy_inputs`, else each block is run alone and checked at the first forward.
+        where: patterns of block paths to include; `*` matches anything.
+        **options: the mode's own.
+
+    Raises:
+        FlowscopeError: an unknown mode or option, a model already wrapped or without residual merges, inputs it cannot
+            be run on, a block this mode cannot serve. The model is then as it was.
+    """
+    name = mode_name(mode)
+    settings = parse_options(name, **options)
+    if not isinstance(model, nn.Module):
+        raise FlowscopeError(f"wrap(model): got {type(model).__name__}, expected a torch.nn.Module.")
+    inner = original_module(model)
+    if is_wrapped(inner):
+        raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
+    plan, call, before = plan_sites(inner, example_inputs, where)
+    plan = servable(plan, name, streams_of(settings))
+    if not plan.blocks:
+        reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in plan.refused[:5])
+        raise FlowscopeError(
+            f"wrap: no residual merge found in {type(inner).__name__}, nothing was changed. {reasons}. "
+            "See flowscope.find_sites(model, example_inputs)."
+        )
+    try:
+        weave_plan(inner, plan, name, settings)
+        after = check_run(inner, plan, call) if call is not None else None
+        extend_optimizer(inner, optimizer)
+    except BaseException:
+        unweave(inner)
+        raise
+    if call is None:
+        FirstForward.attach(inner, [block.path for block in plan.blocks])
+    if streams_of(settings):
+        ReduceHiddenStates.attach(inner, {len(block.shape) for block in plan.blocks})
+    if name == "deepnorm":
+        for path, connection in connections(inner):
+            deepnorm_init_(inner.get_submodule(path.rpartition(".")[0]), cast(Any, connection).beta)
+    report(inner, plan, name, settings, optimizer, None if call is None else difference(before, after))
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Take the connections away, in place; returns the model, every class and name as before `wrap`.
+
+    Exact where the mode keeps the output at the start and the connections are untrained; otherwise logs what is lost.
+
+    Raises:
+        FlowscopeError: the model is not wrapped.
+    """
+    inner = original_module(model)
+    blocks = [module for module in inner.modules() if isinstance(module, WovenBlock)]
+    if not blocks:
+        raise FlowscopeError("unwrap: the model is not wrapped.")
+    recipe = blocks[0].flowscope_recipe
+    trained = [block for block in blocks if is_trained(block)]
+    lost = sum(p.numel() for _, c in connections(inner) for p in c.parameters())
+    unweave(inner)
+    for module in inner.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, (ReduceHiddenStates, FirstForward, BlockRan)):
+                del module._forward_hooks[key]
+    if recipe.mode == "deepnorm":
+        logger.warning("unwrap: the branch weights deepnorm re-initialised stay as they are now")
+    if trained or not preserves_output(recipe.options):
+        why = f"{len(trained)} connections were trained" if trained else f"{recipe.mode} does not keep the output"
+        logger.warning("unwrap: %s; the model now computes x + f, %d connection parameters are lost", why, lost)
+    return model
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether `wrap` put connections into the model."""
+    return any(isinstance(module, WovenBlock) for module in model.modules())
+
+
+def connections(model: nn.Module) -> list[tuple[str, Connection]]:
+    """Return (module path, connection) of every wrapped block, in module order."""
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, Connection)]
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def streams_of(settings: ModeOptions) -> int:
+    """Return the number of streams that travel between the blocks; 0 where x itself does."""
+    return int(getattr(settings, "streams", 0))
+
+
+def weave_plan(model: nn.Module, plan: SitePlan, mode: str, settings: ModeOptions) -> None:
+    """Make the connections of a plan and put them in."""
+    notice, seed = Notice(), torch.initial_seed()
+    for number, (block, context) in enumerate(contexts(model, plan)):
+        recipe = Recipe(make_connection, mode, context, settings, (seed + number) % 2**63, notice)
+        weave(model, block, block_rule(model, block, streams_of(settings)), recipe)
+
+
+def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Give the connections' parameters to an optimizer: generators as its first group, the rest without decay."""
+    if optimizer is None:
+        return
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise FlowscopeError("wrap(optimizer=...): the optimizer holds no parameter of this model.")
+    first = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
+    generators = [p for _, c in connections(model) for _, p in c.generator_parameters()]
+    static = [p for _, c in connections(model) for _, p in c.static_parameters()]
+    if generators:
+        optimizer.add_param_group({**first, "params": generators})
+    if static:
+        optimizer.add_param_group(
+            {**first, "params": static} | ({"weight_decay": 0.0} if "weight_decay" in first else {})
+        )
+
+
+def is_trained(block: WovenBlock) -> bool:
+    """Return whether a block's connection differs from its initial values."""
+    now = cast(nn.Module, block)._modules[block.flowscope_rule.child]
+    start = block.flowscope_recipe.make().state_dict()
+    assert now is not None
+    return any(not torch.equal(value, start[key].to(value)) for key, value in now.state_dict().items())
+
+
+def report(
+    model: nn.Module,
+    plan: SitePlan,
+    mode: str,
+    settings: ModeOptions,
+    optimizer: torch.optim.Optimizer | None,
+    change: float | None,
+) -> None:
+    """Log once what `wrap` did."""
+    added = sum(p.numel() for _, c in connections(model) for p in c.parameters())
+    kept = "kept" if preserves_output(settings) else "not kept"
+    measured = "" if change is None else f" (measured: {change:.1e} relative)"
+    biases = sorted({b for _, c in connections(model) for b in getattr(c, "init_biases", ())})
+    parts = [
+        f"wrap(mode={mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
+        f"output at the start {kept}{measured}",
+        *([f"gate bias {', '.join(f'{b:+g}' for b in biases)}"] if biases else []),
+        "the optimizer has the new parameters"
+        if optimizer is not None
+        else "an optimizer made before this does not have the new parameters (optimizer=...)",
+        "flowscope.watch(model) records them",
+    ]
+    if plan.refused:
+        path, reason = plan.refused[0]
+        parts.insert(1, f"{len(plan.refused)} blocks not wrapped (see find_sites), such as {path}: {reason}")
+    logger.info("; ".join(parts))

@@ -1,0 +1,84 @@
+"""Inputs to run a model once with: the user's, transformers' `dummy_inputs`, or one made from a block's widths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.errors import FlowscopeError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_call(example_inputs: Any) -> Call:
+    """Return positional and keyword arguments from a tensor, a tuple (or list) or a dict.
+
+    Raises:
+        FlowscopeError: it is none of these.
+    """
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if hasattr(example_inputs, "items"):
+        return (), {str(key): value for key, value in example_inputs.items()}
+    raise FlowscopeError(
+        f"example_inputs: got {type(example_inputs).__name__}, expected a tensor, a tuple of positional arguments "
+        "or a dict of keyword arguments."
+    )
+
+
+def default_calls(model: Any) -> list[Call]:
+    """Return the calls worth trying on a transformers model; empty for any other."""
+    if not hasattr(model, "dummy_inputs") or not hasattr(model, "config"):
+        return []
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        config = getattr(model.config, "vision_config", model.config)
+        size = getattr(config, "image_size", None) or 64
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = torch.linspace(-1, 1, 2 * height * width).reshape(2, 1, height, width)
+        pixels = pixels.expand(2, getattr(config, "num_channels", 3), height, width)
+        return [((), {"pixel_values": pixels.to(device, getattr(model, "dtype", None))})]
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in model.dummy_inputs.items()}
+    calls: list[Call] = [((), inputs)]
+    if "input_ids" in inputs and "decoder_input_ids" not in inputs:
+        calls.append(((), {**inputs, "decoder_input_ids": inputs["input_ids"]}))
+    return calls
+
+
+def block_calls(block: nn.Module) -> Iterator[Call]:
+    """Yield hidden states a block might take alone, from its first widths: [B, T, D], [B, C, H, W], then [B, D]."""
+    linear: list[int] = []
+    channels: list[int] = []
+    for module in block.modules():
+        if isinstance(module, nn.Conv2d):
+            channels.append(module.in_channels)
+        elif isinstance(module, nn.Linear):
+            linear.append(module.in_features)
+        elif isinstance(module, nn.LayerNorm):
+            linear.insert(0, module.normalized_shape[-1])
+    place = next(block.parameters(), torch.empty(0))
+    dtype = place.dtype if place.is_floating_point() else torch.float32
+    shapes: list[tuple[int, ...]] = [(2, c, 16, 16) for c in channels[:1]]
+    shapes += [shape for d in dict.fromkeys(linear) for shape in ((2, 3, d), (2, d))]
+    for shape in shapes:
+        count = int(torch.Size(shape).numel())
+        yield (torch.linspace(-1, 1, count, device=place.device).sin().reshape(shape).to(dtype),), {}
+
+
+def describe(call: Call) -> str:
+    """Say what a call passes: shapes of tensors, types of the rest."""
+    args, kwargs = call
+    parts = [_describe(value) for value in args]
+    return ", ".join([*parts, *(f"{key}={_describe(value)}" for key, value in kwargs.items())])
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

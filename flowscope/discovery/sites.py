@@ -1,0 +1,329 @@
+"""The merge sites of a model: where the output of a branch meets the carried x. `find_sites` is the front door.
+
+Found by running the model once (evaluation mode, no gradient, random state and buffers put back) and following each
+block's tensors; without inputs, by running each repeated block alone on a hidden state made from its widths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe
+from flowscope.discovery.flows import find_flows
+from flowscope.discovery.tracing import TracedBlock, flatten, trace_block
+from flowscope.errors import FlowscopeError
+
+
+@dataclass(frozen=True)
+class Site:
+    """One merge site.
+
+    Attributes:
+        path: module path of the block.
+        index: number of the site in the block, from 0.
+        module: module path of what does the add.
+        shape: shape of the carried x in the trace.
+        kind: "identity" (x + f(x)) or "projection" (g(x) + f(x)).
+        norm: "pre" (a norm before the branch), "post" (a norm on the carry after the add) or "none".
+        flow: name of the flow the block belongs to.
+    """
+
+    path: str
+    index: int
+    module: str
+    shape: tuple[int, ...]
+    kind: str
+    norm: str
+    flow: str
+
+
+@dataclass(frozen=True)
+class BlockSites:
+    """A block with its sites; `first` and `last` say where streams would be expanded and reduced."""
+
+    path: str
+    flow: str
+    traced: TracedBlock
+    first: bool = True
+    last: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the carried x at the first site."""
+        return self.traced.sites[0].shape
+
+
+@dataclass(frozen=True)
+class SitePlan(Sequence[Site]):
+    """What `wrap` would act on, printable.
+
+    Attributes:
+        blocks: the blocks with sites in the order they ran.
+        refused: (module path, reason) of what cannot be wrapped.
+        traced: True when the whole model was run, False when each block was run alone.
+    """
+
+    blocks: tuple[BlockSites, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    traced: bool = True
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """All sites in the order they ran."""
+        return tuple(
+            Site(b.path, i, ".".join(filter(None, (b.path, s.module))), s.shape, s.kind, s.norm, b.flow)
+            for b in self.blocks
+            for i, s in enumerate(b.traced.sites)
+        )
+
+    def __len__(self) -> int:
+        """How many sites."""
+        return len(self.sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Site, ...]: ...
+    def __getitem__(self, index: int | slice) -> Site | tuple[Site, ...]:
+        """The site at an index."""
+        return self.sites[index]
+
+    def __str__(self) -> str:
+        """A table of sites by flow, then what cannot be wrapped and why."""
+        lines: list[str] = []
+        for flow in dict.fromkeys(site.flow for site in self.sites):
+            rows = [("block", "site", "shape", "kind", "norm", "add in")]
+            rows += [
+                (s.path, str(s.index), "x".join(map(str, s.shape)), s.kind, s.norm, s.module)
+                for s in self.sites
+                if s.flow == flow
+            ]
+            widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+            lines.append(f"flow {flow}: {len(rows) - 1} sites")
+            lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        lines += [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
+        if not self.traced:
+            lines.append("note: each block was run alone (no example_inputs); checked at the first forward.")
+        return "\n".join(lines) or "no merge sites"
+
+
+@dataclass
+class Run:
+    """One call of a block in the trace of a model."""
+
+    path: str
+    carry_in: Tensor
+    carry_out: Tensor
+
+
+@dataclass
+class ModelTrace:
+    """What one run of a model told about its blocks."""
+
+    traced: dict[str, TracedBlock] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    seen_outside: set[int] = field(default_factory=set)  # tensors that code outside the blocks looked at
+    output: Any = None
+
+
+def find_sites(model: nn.Module, example_inputs: Any = None) -> SitePlan:
+    """Return the merge sites `wrap` would act on, without changing anything.
+
+    Args:
+        model: any module with repeated blocks.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments; without it transformers'
+            `dummy_inputs`, else each block alone on a hidden state made from its widths.
+
+    Raises:
+        FlowscopeError: the model cannot be run on the example inputs.
+    """
+    return plan_sites(model, example_inputs)[0]
+
+
+def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) -> tuple[SitePlan, Call | None, Any]:
+    """Return the plan, the call it comes from (None: blocks alone) and what the model returned."""
+    blocks = candidate_blocks(model, where)
+    calls = default_calls(model) if example_inputs is None else [as_call(example_inputs)]
+    errors: list[str] = []
+    for call in calls:
+        try:
+            trace = trace_model(model, blocks, call)
+        except FlowscopeError:
+            raise
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error} (inputs: {describe(call)})")
+        else:
+            return read_plan(trace, blocks), call, trace.output
+    if errors and example_inputs is not None:
+        raise FlowscopeError(
+            f"example_inputs: {type(model).__name__} could not be run on them: {errors[0]}. "
+            "Pass what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments."
+        )
+    return plan_alone(model, blocks), None, None
+
+
+def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
+    """Return block path -> flow name: the modules of the flows of repeated blocks, outermost first where they nest."""
+    found: dict[str, str] = {}
+    flows = sorted(find_flows(model), key=lambda flow: flow.kind == "network")
+    for flow in flows:
+        if flow.kind in ("blocks", "stage", "network"):
+            for path in flow.outputs:
+                found.setdefault(path, flow.name)
+    patterns = [where] if isinstance(where, str) else list(where or ())
+    if patterns:
+        found = {p: f for p, f in found.items() if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)}
+        if not found:
+            raise FlowscopeError(f"wrap(where=...): got {patterns}, no block's path matches; see find_sites(model).")
+    return {path: flow for path, flow in found.items() if not any(path.startswith(f"{other}.") for other in found)}
+
+
+class OutsideUse(TorchFunctionMode):
+    """Notes which tensors are used while no block runs."""
+
+    def __init__(self, seen: set[int]) -> None:
+        super().__init__()
+        self.seen = seen
+        self.inside = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside and getattr(func, "__name__", "") != "__get__":
+            self.seen.update(id(x) for x in flatten((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def trace_model(model: nn.Module, blocks: dict[str, str], call: Call) -> ModelTrace:
+    """Run the model once and trace the first call of each block; leaves the model as it was."""
+    trace = ModelTrace()
+    outside = OutsideUse(trace.seen_outside)
+    modules = {path: model.get_submodule(path) for path in blocks}
+
+    def probe(path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        outside.inside += 1
+        try:
+            if path in trace.traced:
+                output, traced = forward(*args, **kwargs), trace.traced[path]
+            else:
+                output, traced = trace_block(modules[path], forward, args, kwargs)
+        finally:
+            outside.inside -= 1
+        if trace.traced.setdefault(path, traced).sites:
+            trace.seen_outside.update(note_run(trace, path, traced, args, kwargs, output))
+        return output
+
+    with untouched(model), outside, contextlib.ExitStack() as stack:
+        for path, module in modules.items():
+            if "forward" in vars(module):
+                trace.traced[path] = TracedBlock((), 0, None, (), (), "its forward was replaced on the instance")
+                continue
+            module.forward = functools.partial(probe, path, module.forward)
+            stack.callback(vars(module).pop, "forward", None)
+        trace.output = model(*call[0], **call[1])
+    trace.seen_outside.update(id(x) for x in flatten(trace.output))
+    return trace
+
+
+def note_run(
+    trace: ModelTrace, path: str, traced: TracedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> set[int]:
+    """Record a block's call; return the ids of its other arguments."""
+    key = traced.argument
+    carry_in = kwargs[key] if isinstance(key, str) else args[key]
+    carry_out = output if traced.output is None else output[traced.output]
+    trace.runs.append(Run(path, carry_in, carry_out))
+    return {id(x) for x in flatten((args, kwargs)) if x is not carry_in}
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode without gradient, and put random state, buffers and modes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, tensor, None if tensor is None or tensor.is_meta else tensor.clone())
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+    ]
+    cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, tensor, copy in buffers:
+                module._buffers[name] = tensor
+                if tensor is not None and copy is not None and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)
+
+
+def read_plan(trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
+    """Turn a trace into the plan: order of execution, and where streams may travel from block to block.
+
+    They do where the very tensor one block returned is what the next takes, nothing else looks at it, each of the two
+    runs once, and the next block's first site is on that tensor (not on a projection of it).
+    """
+    order = list(dict.fromkeys(run.path for run in trace.runs))
+    count = {path: sum(run.path == path for run in trace.runs) for path in order}
+    planned = [BlockSites(path, blocks[path], trace.traced[path]) for path in order]
+    by_path = {block.path: number for number, block in enumerate(planned)}
+    for before, after in zip(trace.runs, trace.runs[1:], strict=False):
+        i, j = by_path[before.path], by_path[after.path]
+        alone = count[before.path] == count[after.path] == 1
+        same = before.carry_out is after.carry_in and id(before.carry_out) not in trace.seen_outside
+        if alone and same and can_follow(planned[i], planned[j]):
+            planned[i], planned[j] = replace(planned[i], last=False), replace(planned[j], first=False)
+    refused = [(path, traced.reason) for path, traced in trace.traced.items() if not traced.sites]
+    refused += [(path, "it did not run") for path in blocks if path not in trace.traced]
+    return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks))
+
+
+def can_follow(before: BlockSites, after: BlockSites) -> bool:
+    """Whether streams may go from one block to the next."""
+    return not after.traced.sites[0].rule.fresh and before.traced.sites[-1].shape == after.shape
+
+
+def no_blocks(blocks: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Say so where the model has no repeated blocks at all."""
+    return () if blocks else (("", "no repeated blocks (see find_flows(model))"),)
+
+
+def plan_alone(model: nn.Module, blocks: dict[str, str]) -> SitePlan:
+    """Trace each block alone on a made-up hidden state; blocks of a flow are taken to follow each other."""
+    planned: list[BlockSites] = []
+    refused: list[tuple[str, str]] = []
+    with untouched(model):
+        for path, flow in blocks.items():
+            traced, reason = trace_alone(model.get_submodule(path))
+            if traced is not None:
+                block = BlockSites(path, flow, traced)
+                if planned and planned[-1].flow == flow and can_follow(planned[-1], block):
+                    planned[-1], block = replace(planned[-1], last=False), replace(block, first=False)
+                planned.append(block)
+            else:
+                refused.append((path, reason))
+    return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks), traced=False)
+
+
+def trace_alone(block: nn.Module) -> tuple[TracedBlock | None, str]:
+    """Return the trace of a block on the first made-up input it takes, or why there is none."""
+    if "forward" in vars(block):
+        return None, "its forward was replaced on the instance"
+    for args, kwargs in block_calls(block):
+        try:
+            traced = trace_block(block, block.forward, args, kwargs)[1]
+        except Exception:
+            continue
+        return (traced, "") if traced.sites else (None, traced.reason)
+    return None, "it cannot be run alone: pass example_inputs"

@@ -1,0 +1,361 @@
+"""Follow one call of one block: which adds join the carried x with what a branch made of it.
+
+Every operation of the call is a node; the set of its ancestors is one integer, a bit per node. An add is a *hit* when
+one operand is an ancestor of the other through parameters (identity shortcut), or both come from one ancestor through
+parameters (projection shortcut). The *sites* are the hits on the carry's own path, found by walking back from the
+block's output, so an add inside a branch (the sum of parallel branches, a shared expert) is never one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+IN_PLACE_ADDS = frozenset({Tensor.__iadd__, Tensor.add_})
+ADDS = IN_PLACE_ADDS | {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+JOINS = frozenset({"cat", "concat", "concatenate", "addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
+CASTS = frozenset(
+    {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
+    | {Tensor.contiguous, Tensor.clone, torch.clone, Tensor.view_as}
+)
+
+
+class SiteRule(NamedTuple):
+    """How one site is recognised while the block runs."""
+
+    touch: int | None  # ordinal among the adds that touch the tagged carry; None: the carry cannot be tagged there
+    visible: int  # ordinal among all adds outside the quiet children
+    carry: int  # position of the carry among the operands
+    fresh: bool  # the carry is not what came in (a projection): streams begin here
+
+
+class TracedSite(NamedTuple):
+    """One merge site of a traced block."""
+
+    rule: SiteRule
+    module: str  # path of the module, inside the block, that does the add
+    shape: tuple[int, ...]
+    kind: str  # identity | projection
+    norm: str  # pre | post | none
+    outer_norm: str  # path of the norm module the carry passes after the add; empty without
+
+
+class TracedBlock(NamedTuple):
+    """What one traced call of a block tells."""
+
+    sites: tuple[TracedSite, ...]
+    argument: int | str  # where the carried x comes in
+    output: int | str | None  # where it goes out; None: the output is the tensor itself
+    carriers: tuple[tuple[str, bool], ...]  # children on the carry's path, and whether each is a norm
+    quiet: tuple[str, ...]  # children without a site that run more than one operation
+    reason: str  # why there is no site; empty with sites
+
+
+class Add(NamedTuple):
+    """An add of two tensors as it was seen."""
+
+    node: int
+    operands: tuple[Tensor, Tensor]
+    ancestors: tuple[int, int]
+    carry: int | None
+    kind: str
+    modules: tuple[str, ...]
+    result: Tensor
+
+
+class Passage(NamedTuple):
+    """One call of a module inside the block."""
+
+    name: str
+    modules: tuple[str, ...]
+    inputs: frozenset[int]
+    is_norm: bool
+
+
+def flatten(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from flatten(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flatten(item)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation, by its class's name."""
+    return "norm" in type(module).__name__.lower()
+
+
+def is_feature_tensor(value: Any) -> bool:
+    """Whether a value could be a hidden state: a floating tensor with at least two axes."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+class BlockTrace(TorchFunctionMode):
+    """Records the operations of one call of `block`; `read` turns them into a `TracedBlock`."""
+
+    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        self.arguments: dict[int | str, Tensor] = {key: x for key, x in given.items() if is_feature_tensor(x)}
+        self.ancestors = {id(x): 1 << node for node, x in enumerate(self.arguments.values())}
+        self.count = len(self.ancestors)
+        self.parametrised = 0
+        self.normalising = 0
+        self.last_hit = 0
+        self.origin: dict[int, int] = {}  # the id of what a cast or copy was made from
+        self.adds: list[Add] = []
+        self.joined: dict[str, int] = {}
+        self.passages: dict[int, list[Passage]] = {}
+        self.operations: Counter[tuple[str, ...]] = Counter()
+        self.modules: list[str] = []
+        self.norm_depth = 0
+        self.alive = {id(x): x for x in self.arguments.values()}  # a freed tensor's id would be given again
+        self.parameters = {id(p) for p in block.parameters()}
+        self.handles = [
+            handle
+            for name, module in block.named_modules()
+            if name
+            for handle in (
+                module.register_forward_pre_hook(functools.partial(self.enter, name), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self.leave, name), with_kwargs=True),
+            )
+        ]
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that a module of the block begins."""
+        self.modules.append(name)
+        self.norm_depth += is_norm(module)
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note that a module of the block ended; a module that passes its input on returns an alias of it."""
+        inputs = list(flatten((args, kwargs)))
+        if isinstance(output, Tensor) and any(output is x for x in inputs):
+            output = self.alias(output)  # dropout, drop-path, identity: told apart from their input
+        outputs = list(flatten(output))
+        self.modules.pop()
+        self.norm_depth -= is_norm(module)
+        self.alive.update({id(x): x for x in (*inputs, *outputs)})
+        passage = Passage(name, tuple(self.modules), frozenset(map(id, inputs)), is_norm(module))
+        for tensor in outputs:
+            self.passages.setdefault(id(tensor), []).append(passage)
+        return output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(flatten((args, kwargs)))
+        masks = [self.ancestors.get(id(x), 0) for x in inputs]
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        outputs = list(flatten(output))
+        if not outputs or name in ("__get__", "__set__"):
+            return output
+        if "dropout" in name and output is inputs[0] and not kwargs.get("inplace"):
+            return self.alias(output)  # in evaluation it is its input: told apart as above
+        if func in CASTS and output is not inputs[0]:
+            self.origin[id(output)] = self.origin_of(inputs[0])
+        if func in CASTS:
+            self.remember(output, masks[0], inputs)
+            return output
+        self.operations[tuple(self.modules)] += 1
+        bit = 1 << self.count
+        if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
+            self.note_add(args[0], args[1], masks[0], masks[1], output)
+        elif name in JOINS or ("add" in name and "norm" in name):
+            self.joined.setdefault(name, bit)
+        self.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
+        self.normalising |= bit if self.norm_depth or "norm" in name else 0
+        mask = functools.reduce(operator.or_, masks, bit)
+        for x in outputs:
+            self.remember(x, mask, inputs)
+        self.count += 1
+        return output
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return another object for the same tensor, at the same node."""
+        other = tensor.view_as(tensor)
+        self.remember(other, self.ancestors.get(id(tensor), 0), [tensor])
+        return other
+
+    def origin_of(self, tensor: Tensor) -> int:
+        """Return the id of a tensor, or of what it is a cast or copy of."""
+        return self.origin.get(id(tensor), id(tensor))
+
+    def remember(self, tensor: Tensor, mask: int, inputs: list[Tensor]) -> None:
+        """Set a tensor's ancestors and keep it and the inputs alive."""
+        self.ancestors[id(tensor)] = mask
+        self.alive.update({id(x): x for x in (*inputs, tensor)})
+
+    def note_add(self, a: Tensor, b: Tensor, left: int, right: int, result: Tensor) -> None:
+        """Record an add with its kind."""
+        carry, kind = self.kind(a, b, left, right)
+        self.adds.append(Add(self.count, (a, b), (left, right), carry, kind, tuple(self.modules), result))
+        if carry is not None:
+            self.last_hit = id(result)
+
+    def kind(self, a: Tensor, b: Tensor, left: int, right: int) -> tuple[int | None, str]:
+        """Return the position of the carry in `a + b` (None: no merge) and the kind of shortcut."""
+        if a.shape != b.shape or not is_feature_tensor(a) or not left & right:
+            return None, ""
+        left_own, right_own = left & ~right & self.parametrised, right & ~left & self.parametrised
+        if right_own and (is_ancestor(left, right) or self.origin_of(a) == self.last_hit):
+            return 0, "identity"
+        if left_own and (is_ancestor(right, left) or self.origin_of(b) == self.last_hit):
+            return 1, "identity"
+        if left_own and right_own:
+            return int(left_own.bit_count() > right_own.bit_count()), "projection"
+        return None, ""
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def read(self, output: Any) -> TracedBlock:
+        """Return the sites of the traced call that returned `output`."""
+        place, chain = self.find_chain(output)
+        if not chain:
+            return TracedBlock((), 0, None, (), (), self.explain())
+        own = {name for add in chain for name in add.modules}
+        outer = functools.partial(outermost_outside, own)
+        work: Counter[str] = Counter()
+        for modules, count in self.operations.items():
+            work[outer(modules)] += count
+        quiet = {name for name, count in work.items() if name and count > 1}
+        visible = [add for add in self.adds if outer(add.modules) not in quiet]
+        argument = self.argument_of(chain[0])
+        final = output if place is None else output[place]
+        sites, carriers = self.read_sites(chain, visible, own, self.arguments[argument], final)
+        return TracedBlock(sites, argument, place, tuple(sorted(carriers.items())), tuple(sorted(quiet)), "")
+
+    def find_chain(self, output: Any) -> tuple[int | str | None, list[Add]]:
+        """Return where the carried x leaves the block, and the hits on its path in order."""
+        if isinstance(output, Tensor):
+            return None, self.chain_to(output)
+        items = output.items() if isinstance(output, dict) else enumerate(output) if output is not None else ()
+        for place, item in items:
+            if is_feature_tensor(item) and (chain := self.chain_to(item)):
+                return place, chain
+        return None, []
+
+    def chain_to(self, tensor: Tensor) -> list[Add]:
+        """Walk back from a tensor along the carry: newest hit, then the newest hit its carry comes from, and so on."""
+        chain: list[Add] = []
+        reach = self.ancestors.get(id(tensor), 0)
+        for add in reversed(self.adds):
+            if add.carry is None or not reach >> add.node & 1:
+                continue
+            own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
+            after = reach & ~own & self.parametrised & ~self.normalising
+            if add.kind == "projection" and after and not (chain and chain[-1].kind == "projection"):
+                continue  # weights follow: a sum inside a branch or a projection
+            chain.append(add)
+            reach = add.ancestors[add.carry]
+        return chain[::-1]
+
+    def argument_of(self, first: Add) -> int | str:
+        """Return the argument the first site's carry comes from."""
+        assert first.carry is not None
+        for key, x in self.arguments.items():
+            if x is first.operands[first.carry]:
+                return key
+        mask = first.ancestors[first.carry]
+        return next(key for node, key in enumerate(self.arguments) if mask >> node & 1)
+
+    def read_sites(
+        self, chain: list[Add], visible: list[Add], own: set[str], entry: Tensor, final: Tensor
+    ) -> tuple[tuple[TracedSite, ...], dict[str, bool]]:
+        """Return the sites in order and the children the carry passes through between them."""
+        carriers: dict[str, bool] = {}
+        sites: list[TracedSite] = []
+        reached = [*(add.operands[add.carry or 0] for add in chain[1:]), final]
+        start = 0
+        into = self.passages_between(entry, chain[0].operands[chain[0].carry or 0], own)
+        carriers.update({passage.name: passage.is_norm for passage in into or ()})
+        for index, (add, following) in enumerate(zip(chain, reached, strict=True)):
+            carry = add.operands[add.carry or 0]
+            at = visible.index(add)
+            same = {self.origin_of(carry)}
+            touch = sum(not same.isdisjoint(map(self.origin_of, other.operands)) for other in visible[start:at])
+            fresh = index == 0 and self.origin_of(carry) != id(entry)
+            rule = SiteRule(None if into is None else touch, at, add.carry or 0, fresh)
+            into = self.passages_between(add.result, following, own)
+            carriers.update({passage.name: passage.is_norm for passage in into or ()})
+            outer = next((passage.name for passage in into or () if passage.is_norm), "")
+            norm = self.norm_kind(add, following)
+            sites.append(
+                TracedSite(rule, add.modules[-1] if add.modules else "", tuple(carry.shape), add.kind, norm, outer)
+            )
+            start = at + 1
+        return tuple(sites), carriers
+
+    def passages_between(self, start: Tensor, end: Tensor, own: set[str], depth: int = 4) -> list[Passage] | None:
+        """Return the children through which `start` became `end`; empty where they are one, None where none did."""
+        if start is end or self.origin_of(end) == id(start):
+            return []
+        for passage in self.passages.get(id(end), ()) if depth else ():
+            if passage.name in own or any(name not in own for name in passage.modules):
+                continue
+            for tensor in self.tensors(passage.inputs):
+                before = self.passages_between(start, tensor, own, depth - 1)
+                if before is not None:
+                    return [*before, passage]
+        return None
+
+    def tensors(self, ids: frozenset[int]) -> list[Tensor]:
+        """Return the tensors with these ids that descend from the block's input."""
+        return [self.alive[key] for key in ids if self.ancestors.get(key, 0)]
+
+    def norm_kind(self, add: Add, reached: Tensor) -> str:
+        """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""
+        assert add.carry is not None
+        own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
+        if reached is not add.result and self.ancestors.get(id(reached), 0) & ~own & self.normalising:
+            return "post"
+        carry_mask, branch_mask = add.ancestors[add.carry], add.ancestors[1 - add.carry]
+        branch = branch_mask & ~carry_mask
+        first_weight = branch & self.parametrised
+        first_norm = branch & self.normalising
+        lowest = first_norm & -first_norm
+        return "pre" if first_norm and lowest <= (first_weight & -first_weight or lowest) else "none"
+
+    def explain(self) -> str:
+        """Say why the traced call has no site."""
+        if self.joined:
+            return f"no residual add: the tensors meet in {', '.join(sorted(self.joined))}"
+        if self.adds:
+            return "no residual add: none of its adds joins an input with what a branch made of it"
+        return "no residual add: no tensors are added in it"
+
+
+def is_ancestor(older: int, newer: int) -> bool:
+    """Whether the newest operation in one set of ancestors is in the other."""
+    return bool(older and newer >> older.bit_length() - 1 & 1)
+
+
+def outermost_outside(own: set[str], modules: tuple[str, ...]) -> str:
+    """Return the first module on a stack that holds no site; empty where all do."""
+    return next((name for name in modules if name not in own), "")
+
+
+def trace_block(
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, TracedBlock]:
+    """Run a block once and return its output with what the run tells."""
+    trace = BlockTrace(block, args, kwargs)
+    try:
+        with trace:
+            output = forward(*args, **kwargs)
+    finally:
+        trace.close()
+    return output, trace.read(output)
