@@ -434,6 +434,27 @@ def test_widths_separate_actor_and_critic_and_the_two_heads_of_a_vae() -> None:
     assert "logvar" in plan.notes[0]
 
 
+def test_members_of_an_ensemble_are_a_flow_each() -> None:
+    class Member(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(5, 7), nn.Linear(7, 5)
+
+    ensemble = nn.ModuleDict({"models": nn.ModuleList(Member() for _ in range(3))})
+    expected = [Flow(f"models.{i}", "chain", (f"models.{i}.fc1", f"models.{i}.fc2")) for i in range(3)]
+    assert list(find_flows(ensemble)) == expected
+    single = nn.ModuleDict({"model": nn.Sequential(*(Block() for _ in range(3)))})
+    assert shape(find_flows(single)) == [("model", "blocks", 3)]
+
+
+def test_query_key_and_value_are_side_by_side() -> None:
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+    assert find_flows(nn.ModuleDict({"attn": attention, "fc": nn.Linear(8, 3)})).flows == (
+        Flow("network", "chain", ("attn.q_proj", "attn.out_proj", "fc")),
+    )
+
+
 def test_a_weight_normed_and_a_lazy_layer_are_layers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -78,7 +78,7 @@ class Search:
             return
         rest = dict(children(module))
         if isinstance(module, LISTS):
-            if not is_towers(name) and _is_list(module) and self._take(path, _members(path, module), module):
+            if not is_towers(name, module) and _is_list(module) and self._take(path, _members(path, module), module):
                 return
         else:
             self._lockstep(path, rest)

@@ -22,10 +22,13 @@ from flowscope.discovery.structure import (
     is_parallel,
     is_plain_sequential,
     is_step,
+    is_towers,
     join,
     unwrap,
     widths,
 )
+
+_PROJECTED = re.compile(r"(^|[._])(q|k|v|query|key|value|queries|keys|values)([._](proj|lin|linear))?$")
 
 
 @dataclass
@@ -34,6 +37,7 @@ class _Leaf:
     module: nn.Module
     parent: str  # path of the outermost plain Sequential around it, else of its parent
     ordered: bool  # whether that parent is a Sequential, so that registration order is execution order
+    tower: str  # path of the network around it where several stand side by side
 
 
 @dataclass
@@ -65,16 +69,16 @@ def find_chains(model: nn.Module, path: str = "") -> tuple[list[Flow], list[str]
 
 def _leaves(module: nn.Module, path: str, sequence: str | None = None) -> Iterator[_Leaf]:
     """All layers in registration order, parallel lists left out, the first path of a shared layer for each call."""
-    yield from _walk(module, path, sequence, {}, ())
+    yield from _walk(module, path, sequence, {}, (), "")
 
 
 def _walk(
-    module: nn.Module, path: str, sequence: str | None, first: dict[int, str], above: tuple[nn.Module, ...]
+    module: nn.Module, path: str, sequence: str | None, first: dict[int, str], above: tuple[nn.Module, ...], tower: str
 ) -> Iterator[_Leaf]:
     inner = unwrap(module)
     if is_atom(inner):
         parent = sequence if sequence is not None else path.rpartition(".")[0]
-        yield _Leaf(first.setdefault(id(module), path), module, parent, sequence is not None)
+        yield _Leaf(first.setdefault(id(module), path), module, parent, sequence is not None, tower)
         return
     if not is_plain_sequential(inner):
         sequence = None
@@ -83,7 +87,9 @@ def _walk(
     for name, child in children(module):
         beside = isinstance(child, nn.ModuleList | nn.ModuleDict) and is_parallel(name)
         if not beside and not any(child is m for m in above):
-            yield from _walk(child, join(path, name), sequence, first, (*above, module))
+            at = join(path, name)
+            inside = at if is_towers(path.rpartition(".")[2], inner) else tower
+            yield from _walk(child, at, sequence, first, (*above, module), inside)
 
 
 def _split(leaves: list[_Leaf]) -> tuple[list[_Chain], list[str]]:
@@ -119,6 +125,10 @@ def _place(last: _Leaf, leaf: _Leaf) -> str:
     """Whether a layer is fed by the last one ("next"), shares its input ("beside") or starts anew ("apart")."""
     if leaf.ordered and last.parent == leaf.parent:
         return "next"
+    if last.tower != leaf.tower:
+        return "apart"
+    if all(_PROJECTED.search(x.path) for x in (last, leaf)):
+        return "beside"
     (last_in, out), (into, _) = widths(last.module), widths(leaf.module)
     if not out or not into or out == into:
         return "next"

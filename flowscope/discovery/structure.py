@@ -20,7 +20,7 @@ _PARALLEL = re.compile(
     r"critics?|adapters?|lateral\w*|postprocess\w*|aux\w*|fpn_\w+|pan_\w+|\w*hypernet\w*|mergers?(_list)?)\d*$",
     re.IGNORECASE,
 )
-_TOWERS = re.compile(r"(^|_)(towers?|branch(es)?|models?|members?|estimators?|discriminators?|nets|networks)\d*$", re.I)
+_TOWERS = re.compile(r"(^|_)(tower|branch|model|member|estimator|discriminator|net|network)(e?s)?$", re.I)
 _PART = re.compile(r"(Attention\w*|MLP|Mlp|FeedForward|FFN|Norm\w*|Embed(ding|der)?s?|Project(ion|or)|Adapter|Head)$")
 
 
@@ -136,9 +136,11 @@ def is_parallel(name: str, module: nn.Module | None = None) -> bool:
     return not isinstance(module, nn.Sequential) and bool(_PARALLEL.search(name))
 
 
-def is_towers(name: str) -> bool:
-    """By name: independent networks side by side, each with a depth of its own."""
-    return bool(_TOWERS.search(name))
+def is_towers(name: str, module: nn.Module | None = None) -> bool:
+    """By name: independent networks side by side, each with a depth of its own; a list needs a plural ("models")."""
+    if module is None:
+        return bool(_TOWERS.search(name))
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and name.endswith("s") and bool(_TOWERS.search(name))
 
 
 def is_part(module: nn.Module) -> bool:
