@@ -18,6 +18,8 @@ CLEARLY_LOWER = 10.0
 """1 - token cosine of the input must exceed the limit's by this factor: tokens were different when they came in."""
 HEALTHY_RANK = 4.0
 """Below this effective rank at the start (few classes, narrow heads, a batch of one) a rank says nothing."""
+FROM_START_RECORDS = 4
+"""A rank that was low from the start must stay so for this many records that have one."""
 
 
 class TokenCollapse(Detector):
@@ -70,7 +72,7 @@ class RepresentationCollapse(Detector):
     """Blocks have become copies of their input, or all samples end in one vector; each against the run's own start."""
 
     kind = "representation_collapse"
-    yields_to = frozenset({"token_collapse"})
+    yields_to = frozenset({"token_collapse", "vanishing_gradient"})
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
@@ -123,17 +125,20 @@ class RepresentationCollapse(Detector):
 
     def _rank(self, view: FlowView) -> Finding | None:
         rank, name = view.get("effective_rank"), view.layout.name
-        if rank is None or rank.size < 3:
+        if rank is None or rank.size < 2:
             return Finding(self.kind, flow=name, cause="rank", level="unseen")
         first = self._first_rank.setdefault(name, rank.copy())
         if first.shape != rank.shape:
             return None
         limit = self.config.collapsed_rank
-        # from the start only where the last hidden point has it too: a head of one unit has rank 1 by construction
-        from_start = _trailing(first < limit) >= 2
+        # A head of one unit has rank 1 by construction, so a low rank at the start says something only where the layer
+        # before it has it too; untrained layers whose biases outweigh their weights come close and grow out of it.
+        strict = 1 + (limit - 1) / self.config.release_factor
+        from_start = _trailing(first < strict) >= 2
+        if from_start:
+            limit = strict
         needed = 2 if from_start else 1
-        healthy = first[0] >= HEALTHY_RANK if from_start else first[-1] >= HEALTHY_RANK
-        if not healthy or not rank[0] >= HEALTHY_RANK:
+        if not rank[0] >= HEALTHY_RANK or not (from_start or first[-1] >= HEALTHY_RANK):
             return None
         trailing = _trailing(rank < limit)
         if trailing < needed:
@@ -152,6 +157,7 @@ class RepresentationCollapse(Detector):
             "check the activation (no softmax between layers) and the initialisation; in self-supervised training add "
             "the stop-gradient, the predictor or a variance term",
             name,
+            records=FROM_START_RECORDS if from_start else None,
             cause="rank",
         )
 

@@ -147,6 +147,7 @@ class VanishingGradient(Detector):
         certain = least < limit / CERTAIN or bool((below & drifted).any())
         if least >= limit and not drifted.any():
             patience, certain = patience or ZERO_RECORDS, False
+        drop = f"; it has fallen by a factor of {fall[low]:.3g}" if fall[low] > 2 else ""
         return Finding(
             self.kind,
             view.block(where),
@@ -154,8 +155,7 @@ class VanishingGradient(Detector):
             float(product[low]),
             limit,
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
-            f"(limit {limit:.2g}; {fall[low]:.3g} times less than at its best); the weakest block passes "
-            f"{_gain(product, where):.2g} on",
+            f"(limit {limit:.2g}{drop}); {view.block(where)} passes {_gain(product, where):.2g} of it on",
             advice_for(view, ADVICE),
             layout.name,
             immediate=certain and patience is None,
@@ -213,8 +213,8 @@ class ExplodingGradient(Detector):
             float(product[high]),
             limit,
             f"the gradient at {view.point(high)} is {product[high]:.2g} times that at "
-            f"{view.point(product.size - 1)} (limit {limit:.2g}); the strongest block multiplies it by "
-            f"{_gain(product, where):.2g}",
+            f"{view.point(product.size - 1)} (limit {limit:.2g}); {view.block(where)} multiplies "
+            f"it by {_gain(product, where):.2g}",
         )
 
     def _growth(self, view: FlowView) -> Finding | None:
