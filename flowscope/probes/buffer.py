@@ -9,6 +9,8 @@ from torch import Tensor
 
 from flowscope.probes.statistics import wide
 
+_HOST = torch.device("cpu")
+
 
 class DepositBuffer:
     """Rows of sums. A row lives on whichever devices deposited to it; reading adds the devices up.
@@ -20,24 +22,31 @@ class DepositBuffer:
         self.columns = columns
         self.rows = 0
         self._tensors: dict[torch.device, Tensor] = {}
+        self._numbers: NDArray[np.float64] = np.zeros((0, columns))
 
     def new_row(self) -> int:
         """Reserve a row and return its number."""
         self.rows += 1
         return self.rows - 1
 
-    def add(self, row: int, vector: Tensor) -> None:
-        """Add `vector` to the first columns of a row."""
-        held = self._tensors.get(vector.device)
+    def add(self, row: int, at: int, sums: Tensor | tuple[float, ...]) -> None:
+        """Add sums to a row from column `at` on: a tensor on its device, plain numbers on the host."""
+        device = sums.device if isinstance(sums, Tensor) else _HOST
+        held = self._tensors.get(device)
         if held is None or held.shape[0] <= row:
-            held = self._grow(vector.device)
-        held[row, : vector.shape[0]].add_(vector)
+            held = self._grow(device)
+        if isinstance(sums, Tensor):
+            held[row, at : at + sums.shape[0]].add_(sums)
+        else:
+            self._numbers[row, at : at + len(sums)] += sums
 
     def _grow(self, device: torch.device) -> Tensor:
         grown = torch.zeros(max(self.rows, 8) * 2, self.columns, dtype=wide(device), device=device)
         if (held := self._tensors.get(device)) is not None:
             grown[: held.shape[0]].copy_(held)
         self._tensors[device] = grown
+        if device == _HOST:
+            self._numbers = grown.numpy()
         return grown
 
     def clear(self) -> None:

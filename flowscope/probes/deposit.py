@@ -9,6 +9,7 @@ Axis letters: B batch, T tokens, D features, L depth, P = L + 1 points.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +38,15 @@ from flowscope.probes.statistics import Positions
 ENTRY = -1
 PointKey = tuple[int, int]
 """(index of the module among the flow's outputs, or ENTRY; number of the call within one forward)."""
+Forward = tuple[statistics.Head, Tensor | None]
+"""A point's forward sums that wait for its gradient: those of the whole tensor, and those between points."""
 MAX_CALLS = 4096
+
+
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Switch:
@@ -63,8 +72,7 @@ class Canary:
 
     def count(self, kind: str, x: Tensor) -> None:
         """Add the number of non-finite entries of x."""
-        x = x.detach()
-        self.buffer.add(self.KINDS.index(kind), torch.count_nonzero(x - x).reshape(1))
+        self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x.detach()))
 
 
 class FlowObserver:
@@ -122,11 +130,15 @@ class FlowObserver:
         self._last_number: int | None = None
         self._previous: Positions | None = None
         self._origin: Positions | None = None
-        self._entry_waits: Tensor | None = None
+        self._entry_waits: Forward | None = None
 
     def start_forward(self) -> None:
         """The root's forward begins: calls are counted from 0 again."""
         self._new_pass()
+
+    def _mark_output(self, x: Tensor | None) -> None:
+        self._last_output = weakref.ref(x) if x is not None else None
+        self._last_number = node_number(x) if x is not None else None
 
     def _continues(self, args: Any, kwargs: Any) -> bool:
         """Whether a repeated call goes on from the flow's last output (a loop) or starts afresh (a second input)."""
@@ -138,9 +150,14 @@ class FlowObserver:
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
+        late: int | None = None
+        first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
+        if recomputing and len(self._untracked.get(first, ())) > 1:
+            if self._continues(args, kwargs):
+                return
+            late = first
         if not tracing and not recomputing:
             self._drop_stale()
-            first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
             if self._calls[first]:
                 if self._continues(args, kwargs):
                     return
@@ -156,7 +173,7 @@ class FlowObserver:
             return
         if recomputing and key in self._tracked:
             return
-        vector, positions = self._forward_vector(key, self._readers[0], x, None)
+        forward, positions = self._forward(key, self._readers[0], x, None)
         if not tracing:
             self._origin = self._origin or positions
             self._previous = positions
@@ -169,9 +186,9 @@ class FlowObserver:
                     self._tracked.add(key)
                 self.tracked_calls[key] += 1
                 self._entry_waits = None
-            self._register(x, key, vector, self._slow_slices(self._readers[0], x))
+            self._register(x, key, forward, self._slow_slices(self._readers[0], x), late)
         elif not recomputing and not tracing and torch.is_grad_enabled():
-            self._entry_waits = vector
+            self._entry_waits = forward
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self.switch.paused:
@@ -188,8 +205,8 @@ class FlowObserver:
         if tracing:
             if x is not None and x.requires_grad:
                 before = self._positions(self._readers[index], like) if like is not None and self.depth else None
-                vector, _ = self._forward_vector((index, 0), self._readers[index], x, before)
-                self._register(x, (index, 0), vector, None)
+                forward, _ = self._forward((index, 0), self._readers[index], x, before)
+                self._register(x, (index, 0), forward, None)
             return
         recomputing = in_backward()
         if not recomputing:
@@ -200,8 +217,7 @@ class FlowObserver:
             self._reordered = self._reordered or (index < self._latest and not self._calls[index])
             self._latest = index
             self._calls[index] += 1
-            self._last_output = weakref.ref(x) if x is not None else None
-            self._last_number = node_number(x) if x is not None else None
+            self._mark_output(x)
             self._order.setdefault(key)
             if x is None or not x.requires_grad:
                 self._untracked.setdefault(index, []).append(key[1])
@@ -212,6 +228,7 @@ class FlowObserver:
             key = self._recalled(index)
             if key in self._tracked:
                 return
+            self._mark_output(x)
         if x is None or not x.requires_grad:
             if x is not None and self.depth:
                 self._remember(self._positions(self._readers[index], x))
@@ -221,7 +238,7 @@ class FlowObserver:
     def _observe(self, index: int, key: PointKey, x: Tensor, like: Tensor | None, recomputing: bool) -> None:
         reader = self._readers[index]
         before = self._positions_before(reader, like, recomputing=recomputing)
-        vector, positions = self._forward_vector(key, reader, x, before)
+        forward, positions = self._forward(key, reader, x, before)
         if positions is not None:
             self._remember(positions)
         if index == len(self.flow.outputs) - 1:
@@ -235,12 +252,12 @@ class FlowObserver:
         else:
             self._tracked.add(key)
         self.tracked_calls[key] += 1
-        self._register(x, key, vector, self._slow_slices(reader, x), late)
+        self._register(x, key, forward, self._slow_slices(reader, x), late)
 
-    def _recalled(self, index: int) -> PointKey:
-        """The call that a checkpoint recomputes: those without gradient in the first pass, from the last to the first."""
+    def _recalled(self, index: int, offset: int = 0) -> PointKey:
+        """The call that a checkpoint recomputes: those without gradient in the first pass, the last one first."""
         calls = self._untracked.get(index, [0])
-        return index, calls[-1 - self._recomputed[index] % len(calls)]
+        return index, calls[-1 - (self._recomputed[index] + offset) % len(calls)]
 
     def _canary(self, index: int, x: Tensor, *, recomputing: bool) -> None:
         if index == len(self.flow.outputs) - 1:
@@ -269,17 +286,15 @@ class FlowObserver:
             return self._previous
         return self._positions(reader, like) if like is not None and self.flow.entry is not None else None
 
-    def _forward_vector(
+    def _forward(
         self, key: PointKey, reader: AxisReader, x: Tensor, before: Positions | None
-    ) -> tuple[Tensor, Positions | None]:
-        """Return the forward columns of a row with the gradient columns still zero, and the positions seen."""
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            x = x.detach()
-            square, nonfinite = statistics.square_and_nonfinite(x)
-            elements = torch.full((), x.numel(), dtype=square.dtype, device=x.device)
-            head = torch.stack([square, nonfinite, elements])
-            if not self.depth:
-                return head, None
+    ) -> tuple[Forward, Positions | None]:
+        """Return the forward sums of a point, and the positions seen."""
+        x = x.detach()
+        head = statistics.head(x, float(x.numel()))
+        if not self.depth:
+            return (head, None), None
+        with full_precision(x):
             positions = self._positions(reader, x)
             origin = self._origin if key[0] != ENTRY else positions
             if origin is None and self.flow.entry is None:
@@ -287,7 +302,7 @@ class FlowObserver:
             width = positions.values.shape
             before = before if before is not None and before.values.shape == width else None
             origin = origin if origin is not None and origin.values.shape == width else None
-            return torch.cat([head, statistics.depth_statistics(before, positions, origin).to(head.dtype)]), positions
+            return (head, statistics.depth_statistics(before, positions, origin)), positions
 
     # -- slow probes' material --------------------------------------------------------------------------------------
 
@@ -295,9 +310,9 @@ class FlowObserver:
         """On the slow schedule: the Gram matrix of 64 positions of one sequence, and 16 positions for cosines."""
         if not self.switch.slow or not self.depth:
             return None
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with full_precision(x):
             states, axis, _ = reader.read(x.detach())
-            states = statistics.feature_last(states, axis)
+            states = statistics.real_features(statistics.feature_last(states, axis))
             one = (states[:, 0] if states.shape[1] == 1 else states[0])[:64].to(statistics.wide(x.device))
             flat = states.reshape(-1, states.shape[-1])
             some = flat[:: -(-flat.shape[0] // 16)][:16].float()
@@ -306,38 +321,50 @@ class FlowObserver:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def _register(
-        self, x: Tensor, key: PointKey, vector: Tensor, slow: tuple[Tensor, Tensor] | None, late: int | None = None
+        self, x: Tensor, key: PointKey, forward: Forward, slow: tuple[Tensor, Tensor] | None, late: int | None = None
     ) -> None:
         entry = None
         if key[0] != ENTRY and not is_compiling():
             entry, self._entry_waits = self._entry_waits, None
-        self.hooks.on_gradient(x, self.part, partial(self._deposit, key, vector, slow, late, entry), key)
+        self.hooks.on_gradient(x, self.part, partial(self._deposit, key, forward, slow, late, entry), key)
 
     def _deposit(
         self,
         key: PointKey,
-        vector: Tensor,
+        forward: Forward,
         slow: tuple[Tensor, Tensor] | None,
         late: int | None,
-        entry: Tensor | None,
+        entry: Forward | None,
         gradient: Tensor,
     ) -> None:
         if self.switch.paused:
             return
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
-        if late is not None:
+        if late is not None and key[0] == ENTRY:
+            # the outputs of its segment have deposited: the last of them says which call this is the input of
+            if self._recalled(late, -1) != (late, 0):
+                return
+        elif late is not None:
             key = self._recalled(late)
             self._recomputed[late] += 1
-        square, nonfinite = statistics.square_and_nonfinite(gradient)
-        tail = torch.stack([square, nonfinite, torch.ones_like(square)])
-        self.buffer.add(self._row(key), torch.cat([vector[:3], tail, vector[3:]]))
+        backward = statistics.head(gradient, 1.0)
+        self._add(key, forward, backward)
         if entry is not None:
-            self.buffer.add(self._row((ENTRY, 0)), torch.cat([entry[:3], torch.zeros_like(tail), entry[3:]]))
+            self._add((ENTRY, 0), entry, None)
         if key[0] == ENTRY or (self.flow.entry is None and key == (0, 0)):
-            self.canary.buffer.add(Canary.KINDS.index("backward"), nonfinite.reshape(1))
+            self.canary.buffer.add(Canary.KINDS.index("backward"), 0, backward[1:2])
         if slow is not None:
             self.grams[key], self.slices[key] = slow
+
+    def _add(self, key: PointKey, forward: Forward, backward: statistics.Head | None) -> None:
+        row = self._row(key)
+        head, between = forward
+        self.buffer.add(row, statistics.SQUARE, head)
+        if backward is not None:
+            self.buffer.add(row, statistics.GRAD_SQUARE, backward)
+        if between is not None:
+            self.buffer.add(row, statistics.TO_INPUT, between)
 
     def _row(self, key: PointKey) -> int:
         row = self.rows.get(key)

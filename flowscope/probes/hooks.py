@@ -8,7 +8,7 @@ are in-place additions to preallocated tensors only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class Hooks:
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
         self._handles: list[Any] = []
+        self._leaves: dict[tuple[int, str, Hashable], Any] = {}
 
     def before(self, module: nn.Module, part: str, observe: Callable[..., None], *, first: bool = False) -> Hook:
         """Call `observe(module, args, kwargs)` before each forward of `module`."""
@@ -91,23 +92,73 @@ class Hooks:
         """Take over another removable handle (an optimizer's hook)."""
         self._handles.append(handle)
 
+    def on_gradient(self, x: Tensor, part: str, deposit: Callable[[Tensor], None], slot: Hashable) -> None:
+        """Call `deposit(gradient)` when the gradient of x arrives (detached, without recording a graph).
+
+        A hook dies with the graph, but a leaf (a parameter that is itself a hidden state) outlives it: there each
+        `slot` has one hook, the newest, until `release_leaves`.
+        """
+        hook = _gradient_hook(part, deposit, self.faults)
+        if torch.compiler.is_compiling():
+            x.register_hook(hook)
+            return
+        handle = _register_on_view(x, hook) if x._is_view() else x.register_hook(hook)
+        if x.is_leaf:
+            key = (id(x), part, slot)
+            if (older := self._leaves.pop(key, None)) is not None:
+                older.remove()
+            self._leaves[key] = handle
+
+    def release_leaves(self) -> None:
+        """Remove the hooks on leaf tensors."""
+        while self._leaves:
+            self._leaves.popitem()[1].remove()
+
     def close(self) -> None:
         """Remove every hook."""
+        self.release_leaves()
         while self._handles:
             self._handles.pop().remove()
 
 
-def on_gradient(x: Tensor, part: str, deposit: Callable[[Tensor], None], faults: Faults) -> None:
-    """Call `deposit(gradient)` when the gradient of x arrives (detached, without recording a graph)."""
+HIDDEN_BASES = ("AddmmBackward0", "MmBackward0", "torch::autograd::CopySlices")
+
+
+def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook for a view so that it also counts where an in-place operation follows.
+
+    Such an operation takes the view's node out of the graph, and hooks on it fall silent. The base gets the same
+    gradient, after the view: alone where it is the same values (a Linear of [B, T, D] returns a view of its product),
+    else only where the view's own hook did not fire.
+    """
+    base = x._base
+    if base is None or base.grad_fn is None or base.numel() != x.numel():
+        return x.register_hook(hook)
+    if base.grad_fn.name() in HIDDEN_BASES:
+        return base.register_hook(hook)
+    fired: list[bool] = []
+
+    def first(gradient: Tensor) -> None:
+        fired.append(True)
+        hook(gradient)
+
+    def second(gradient: Tensor) -> None:
+        if not fired:
+            hook(gradient)
+
+    base.register_hook(second)
+    return x.register_hook(first)
+
+
+def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:
     failed = faults.failed
 
     def hook(gradient: Tensor) -> None:
         if MASK.on or part in failed:
             return
         try:
-            with torch.no_grad():
-                deposit(gradient.detach())
+            deposit(gradient.detach())
         except Exception as error:
             faults.report(part, error)
 
-    x.register_hook(hook)
+    return hook

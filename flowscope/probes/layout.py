@@ -109,23 +109,34 @@ class AxisReader:
         return x, (-1 if last else 1), False
 
 
-def derives_from(tensors: Iterator[Tensor], ancestor: Tensor, limit: int = 128) -> bool:
-    """Whether one of `tensors` is `ancestor` or was computed from it, within `limit` nodes of the autograd graph."""
+def node_number(x: Tensor) -> int | None:
+    """The number of the autograd node that made x (it grows with every node of a thread), None where x has none.
+
+    A number outlives the tensor's Python object, and keeps nothing alive.
+    """
+    return None if x.grad_fn is None else int(x.grad_fn._sequence_nr())
+
+
+def derives_from(tensors: Iterator[Tensor], ancestor: Tensor | None, number: int | None, limit: int = 4096) -> bool:
+    """Whether one of `tensors` is `ancestor` or was computed from the autograd node of that number.
+
+    Nodes older than it cannot come from it, so only what was made since is walked, at most `limit` nodes.
+    """
     queue: list[Any] = []
     for tensor in tensors:
-        if tensor is ancestor:
+        if ancestor is not None and tensor is ancestor:
             return True
         if tensor.grad_fn is not None:
             queue.append(tensor.grad_fn)
-    target = ancestor.grad_fn
-    if target is None:
+    if number is None:
         return False
     seen: set[Any] = set()
     while queue and len(seen) < limit:
         node = queue.pop(0)
-        if node is target:
+        made = node._sequence_nr()
+        if made == number:
             return True
-        if node in seen:
+        if made < number or node in seen:
             continue
         seen.add(node)
         queue.extend(parent for parent, _ in node.next_functions if parent is not None)

@@ -66,7 +66,7 @@ class Observation:
             observer.on_drop = self.drop
             built[flow.name] = observer
             if flow.kind != "network":
-                owners.update({path: observer for path in flow.outputs})
+                owners.update(dict.fromkeys(flow.outputs, observer))
         self.flows = [built[flow.name] for flow in self.plan if flow.name in built]
 
     # -- hooks of the root ------------------------------------------------------------------------------------------
@@ -101,6 +101,7 @@ class Observation:
         """Forget what was deposited: it belongs to no step of ours."""
         self.switch.stale = False
         self.buffer.clear()
+        self.hooks.release_leaves()
         for flow in self.flows:
             flow.forget()
         for time in self.times:

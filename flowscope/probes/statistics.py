@@ -54,6 +54,11 @@ def feature_last(x: Tensor, axis: int) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
+def real_features(states: Tensor) -> Tensor:
+    """Return [..., D] with each complex feature as two real ones; real states as they are."""
+    return torch.view_as_real(states.resolve_conj()).flatten(-2) if states.is_complex() else states
+
+
 def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Positions:
     """Return at most about `limit` evenly spaced positions of x: whole where B*T <= limit (then every statistic is exact).
 
@@ -63,9 +68,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
         limit: largest number of positions.
         sequence: whether the positions between batch and features are tokens of a sequence.
     """
-    states = feature_last(x.detach(), axis)
-    if states.is_complex():  # a complex feature is two real ones
-        states = torch.view_as_real(states.resolve_conj()).flatten(-2)
+    states = real_features(feature_last(x.detach(), axis))
     batch, tokens = states.shape[0], states.shape[1]
     if batch * tokens > limit:
         rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
@@ -73,35 +76,40 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
     # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
     values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])
-    return Positions(values, torch.linalg.vector_norm(values, dim=-1), sequences)
+    return Positions(values, torch.linalg.vecdot(values, values).sqrt(), sequences)
 
 
-def square_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fp64 sum of squares of x and the number of its non-finite entries, both 0-dim of one dtype.
+Head = Tensor | tuple[float, float, float]
+"""Three sums of one tensor: on the host as numbers (eager CPU, where reading waits for nothing), else as a tensor [3]."""
+
+
+def head(x: Tensor, third: float) -> Head:
+    """Return the fp64 sum of squares of x, the number of its non-finite entries, and the constant `third`.
 
     The count is of x - x, which is 0 or NaN. On the CPU it is only made where the norm is not finite: fp64 squares of
-    fp32 entries cannot overflow, and reading a number there waits for nothing.
+    fp32 entries cannot overflow.
     """
     if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
+        x = torch.view_as_real(x)
     norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
-    countless = x.device.type == "cpu" and x.dtype != torch.float64 and not torch.compiler.is_compiling()
-    if countless and math.isfinite(norm.item()):
-        return norm * norm, torch.zeros_like(norm)
-    return norm * norm, torch.count_nonzero(x - x).to(norm.dtype)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        value = norm.item()
+        safe = math.isfinite(value) and x.dtype != torch.float64
+        return value * value, 0.0 if safe else float(torch.count_nonzero(x - x)), third
+    nonfinite = torch.count_nonzero(x - x).to(norm.dtype)
+    return torch.stack([norm * norm, nonfinite, torch.full_like(norm, third)])
 
 
-def cosine_buckets(one_minus_cosine: Tensor, valid: Tensor) -> Tensor:
-    """Return fp64 counts [BUCKETS] of 1 - cos: bucket 0 below 2^-20, then 4 an octave up to 2.
+def nonfinite_count(x: Tensor) -> Tensor:
+    """Return [1] the number of non-finite entries of x."""
+    return torch.count_nonzero(x - x).reshape(1)
 
-    Args:
-        one_minus_cosine: [N] in [0, 2].
-        valid: [N] bool, which entries count.
-    """
-    index = (torch.log2(one_minus_cosine.clamp_min(1e-30)) + OCTAVES_BELOW) * BUCKETS_PER_OCTAVE + 1
-    index = torch.nan_to_num(index, nan=0.0).clamp(0, BUCKETS - 1).long()
-    counts = torch.zeros(BUCKETS, dtype=wide(index.device), device=index.device)
-    return counts.scatter_add_(0, index, valid.to(counts.dtype))
+
+def cosine_buckets(one_minus_cosine: Tensor) -> Tensor:
+    """Return counts [BUCKETS] of 1 - cos [N]: bucket 0 below 2^-20, then 4 an octave up to 2; NaN is not counted."""
+    lowest = -OCTAVES_BELOW - 1.0 / BUCKETS_PER_OCTAVE
+    octave = torch.log2(one_minus_cosine.clamp(2.0 ** (lowest + 1e-3), 2.0))
+    return torch.histc(torch.nan_to_num(octave, nan=9.0), BUCKETS, lowest, 1.0)
 
 
 def depth_statistics(before: Positions | None, now: Positions, origin: Positions | None) -> Tensor:
@@ -114,39 +122,38 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
         now: this point's positions.
         origin: the positions of x_0, None where unknown or of another width.
     """
-    device, dtype = now.values.device, wide(now.values.device)
-    zero = torch.zeros((), dtype=dtype, device=device)
-    to_input = to_input_count = token = token_count = branch = carry = zero
-    histogram = torch.zeros(BUCKETS, dtype=dtype, device=device)
+    out = torch.zeros(COLUMNS - TO_INPUT, dtype=torch.float32, device=now.values.device)
+    inverse = now.norm.reciprocal()
     if origin is not None:
-        cosine = (origin.values * now.values).sum(-1) / (origin.norm * now.norm)
+        cosine = torch.linalg.vecdot(origin.values, now.values) * (inverse / origin.norm)
         valid = torch.isfinite(cosine)
-        to_input = torch.where(valid, cosine, 0.0).sum(dtype=dtype)
-        to_input_count = valid.sum(dtype=dtype)
+        out[0] = torch.where(valid, cosine, 0.0).sum()
+        out[1] = valid.sum()
     if now.sequences:
-        token, token_count = token_cosine_sums(now)
+        means = token_cosines(now, inverse)
+        valid = torch.isfinite(means)
+        out[2] = torch.where(valid, means, 0.0).sum()
+        out[3] = valid.sum()
     if before is not None:
         difference = now.values - before.values
-        square = (difference * difference).sum(-1)
+        square = torch.linalg.vecdot(difference, difference)
         gap = now.norm - before.norm
-        one_minus = (square - gap * gap) / (2.0 * now.norm * before.norm)
-        valid = torch.isfinite(one_minus)
-        histogram = cosine_buckets(one_minus, valid)
-        branch, carry = square.sum(dtype=dtype), (before.norm * before.norm).sum(dtype=dtype)
-    head = torch.stack([to_input, to_input_count, token, token_count, branch, carry])
-    return torch.cat([head, histogram])
+        out[4] = square.sum()
+        out[5] = torch.dot(before.norm, before.norm)
+        out[6:] = cosine_buckets((square - gap * gap) * inverse / (2.0 * before.norm))
+    return out
 
 
-def token_cosine_sums(now: Positions) -> tuple[Tensor, Tensor]:
-    """Return the sum over sequences of the mean cosine between two different tokens, and the number of sequences.
+def token_cosines(now: Positions, inverse: Tensor) -> Tensor:
+    """Return, per sequence, the mean cosine between two different tokens.
 
-    mean over s != t of u_s . u_t = (|sum_t u_t|^2 - sum_t |u_t|^2) / (T (T - 1)) for the unit vectors u_t.
+    mean over s != t of u_s . u_t = (|sum_t u_t|^2 - T) / (T (T - 1)) for the unit vectors u_t; NaN for a zero token.
+
+    Args:
+        now: N = sequences * T positions.
+        inverse: [N] reciprocal norms.
     """
     tokens = now.values.shape[0] // now.sequences
-    unit = now.values / now.norm.clamp_min(1e-30).unsqueeze(-1)
-    grouped = unit.view(now.sequences, tokens, -1)
-    total = grouped.sum(1)
-    mean = ((total * total).sum(-1) - (grouped * grouped).sum((1, 2))) / (tokens * (tokens - 1))
-    valid = torch.isfinite(mean)
-    dtype = wide(mean.device)
-    return torch.where(valid, mean, 0.0).sum(dtype=dtype), valid.sum(dtype=dtype)
+    weights = inverse.view(now.sequences, 1, tokens)
+    total = torch.bmm(weights, now.values.view(now.sequences, tokens, -1)).squeeze(1)
+    return (torch.linalg.vecdot(total, total) - tokens) / (tokens * (tokens - 1))

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes.deposit import Canary, Switch
-from flowscope.probes.hooks import Hooks, masked, on_gradient
+from flowscope.probes.hooks import Hooks, masked
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.recurrent import Replay, replay_gradients
 
@@ -28,7 +28,7 @@ class TimeObserver:
     def __init__(self, model: nn.Module, flow: Flow, switch: Switch, canary: Canary, hooks: Hooks) -> None:
         self.flow, self.path = flow, display_path(flow.outputs[0])
         self.part = f"flow {flow.name}"
-        self._switch, self._canary, self._faults = switch, canary, hooks.faults
+        self._switch, self._canary, self._hooks = switch, canary, hooks
         module = model.get_submodule(flow.outputs[0])
         assert isinstance(module, nn.RNNBase)
         self._rnn = module
@@ -51,7 +51,7 @@ class TimeObserver:
         hidden, cell = last if isinstance(last, tuple) else (last, None)
         for name, tensor in (("output", x), ("hidden", hidden), ("cell", cell)):
             if tensor is not None:
-                on_gradient(tensor, self.part, partial(self._keep, name), self._faults)
+                self._hooks.on_gradient(tensor, self.part, partial(self._keep, name), name)
 
     def _keep(self, name: str, gradient: Tensor) -> None:
         held = self._gradients.get(name)
