@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from detector_records import header, layout, play, record, told
+from detector_records import header, layout, play, record, slope, told
 
 DEPTH = 24
 HEAD = header(layout(depth=DEPTH))
@@ -35,6 +35,14 @@ def test_post_norm_tokens_collapse_at_step_5_and_are_told_at_the_second_record()
 def test_healthy_token_cosines_are_silent(first, last):
     """Pre-LN 24 and 96 blocks, Keel, Post-LN at the start, and tokens that were alike when they came in."""
     assert play((record(s, tokens(first, last)) for s in range(15)), HEAD) == []
+
+
+@pytest.mark.parametrize(("product", "count"), [(0.9, 0), (0.2, 1)])
+def test_a_few_collapsed_points_count_only_with_a_gradient_that_falls_too(product, count):
+    """Measured: the last points of a healthy 10-block Pre-LN model reach .9993 for some steps, its product above 1."""
+    flow = {"token_cosine": [0.1] * 21 + [0.9993] * 4, **slope(product, DEPTH)}
+    alerts = play((record(s, flow) for s in range(5)), HEAD)
+    assert [alert.kind for alert in alerts] == ["token_collapse"] * count
 
 
 def test_without_tokens_there_is_nothing_to_say():

@@ -5,6 +5,7 @@ Adjacent cosines near 1 are healthy in Keel and DeepNorm, so no cosine between l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ CLEARLY_LOWER = 10.0
 """1 - token cosine of the input must exceed the limit's by this factor: tokens were different when they came in."""
 HEALTHY_RANK = 4.0
 """Below this effective rank at the start (few classes, narrow heads, a batch of one) a rank says nothing."""
+SUPPORTING_PRODUCT = 0.3
+"""A gradient product below this supports a token collapse; healthy Pre-LN models stay above 1."""
 FROM_START_RECORDS = 4
 """A rank that was low from the start must stay so for this many records that have one."""
 
@@ -47,7 +50,7 @@ class TokenCollapse(Detector):
         beyond = distance < limit
         trailing = _trailing(beyond)
         depth = distance.size - 1
-        if trailing < max(2, depth // 8):
+        if trailing < max(2, math.ceil(depth / (8 if _falling(view) else 3))):
             close = _trailing(distance < limit * self.config.release_factor) > 0
             return Finding(self.kind, flow=view.layout.name, level="near") if close else None
         where = distance.size - trailing
@@ -174,6 +177,12 @@ class RepresentationCollapse(Detector):
         self._first_cosines = {name: [unpack(v) for v in rows] for name, rows in state["cosines"].items()}
         self._first_to_input = dict(state["to_input"])
         self._first_rank = {name: unpack(v) for name, v in state["rank"].items()}
+
+
+def _falling(view: FlowView) -> bool:
+    """Whether the gradient is also getting lost: then less of the depth needs to have collapsed to tell."""
+    product = view.get("gradient_product")
+    return product is not None and bool((product < SUPPORTING_PRODUCT).any())
 
 
 def _trailing(flags: Flags) -> int:
