@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pairing import RATIO_HEAD, Batch, Ratio, Runner, interleave, ratio
+from pairing import CLOCKS, RATIO_HEAD, Batch, Ratio, Runner, interleave, ratio
 from peers import PEERS
 from torch import Tensor, nn
 
@@ -138,20 +138,21 @@ def compiled_section(pairs: int) -> list[str]:
 
 
 class NarrowBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, scale: float) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.relu(self.linear(x))
+        return x + self.scale * torch.relu(self.linear(x))
 
 
 class Narrow(nn.Module):
-    """`depth` residual blocks of width 32."""
+    """`depth` residual blocks of width 32, scaled so that every depth is stable."""
 
     def __init__(self, depth: int, width: int = 32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(NarrowBlock(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(NarrowBlock(width, 1 / depth) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -292,10 +293,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200, help="rounds for step, compiled and blocks")
     parser.add_argument("--peer-pairs", type=int, default=40, help="rounds for each peer")
     parser.add_argument("--steps", type=int, default=10_000, help="steps of the memory section")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
     parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    text = ["# What watching costs", "", f"Written by `benchmarks/overhead.py`: {machine()}"]
+    Runner.clock = staticmethod(CLOCKS[args.clock])
+    text = ["# What watching costs", "", f"Written by `benchmarks/overhead.py`: {machine()} Clock: {args.clock}."]
     print("\n".join(text), flush=True)
     for name in args.sections.split(","):
         started = time.perf_counter()

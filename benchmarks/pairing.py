@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Times = NDArray[np.float64]
+Clock = Callable[[], float]
+
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Runner:
@@ -28,6 +32,8 @@ class Runner:
         attach: starts watching and returns what to call with the loss after each optimizer step (or None). It puts
             what is to be undone on `stack`, and may replace `forward_backward` for tools that take these over.
     """
+
+    clock: Clock = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -49,13 +55,13 @@ class Runner:
 
     def step(self, batch: Batch) -> float:
         """One training step; returns its seconds."""
-        start = time.perf_counter()
+        start = self.clock()
         self.optimizer.zero_grad()
         loss = self.forward_backward(self.model, batch)
         self.optimizer.step()
         if self.after is not None:
             self.after(loss)
-        return time.perf_counter() - start
+        return self.clock() - start
 
     def close(self) -> None:
         self.stack.close()
@@ -64,14 +70,17 @@ class Runner:
 def interleave(runners: Sequence[Runner], data: Iterator[Batch], pairs: int, warmup: int = 20) -> dict[str, Times]:
     """Seconds per step of each variant, [pairs], after `warmup` unmeasured rounds, then close the runners.
 
-    The order rotates from round to round, so that each variant stands in each place equally often.
+    The order rotates from round to round, with changing strides: each variant stands in each place equally often, and
+    behind each other variant (whoever follows a heavy one finds a cold cache).
     """
+    count = len(runners)
+    strides = [stride for stride in range(1, max(count, 2)) if math.gcd(stride, count) == 1]
     times: dict[str, list[float]] = {runner.name: [] for runner in runners}
     try:
         for k in range(warmup + pairs):
             batch = next(data)
-            shift = k % len(runners)
-            for runner in [*runners[shift:], *runners[:shift]]:
+            stride = strides[k % len(strides)]
+            for runner in (runners[(k + place * stride) % count] for place in range(count)):
                 seconds = runner.step(batch)
                 if k >= warmup:
                     times[runner.name].append(seconds)

@@ -43,11 +43,26 @@ TINY: dict[int, str] = {
     256: "vocab_size",
     1: "n_group topk_group first_k_dense_replace bos_token_id",
 }
-EXTRA = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "pad_token_id": 0, "eos_token_id": 2}
+EXTRA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+EXTRA |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "pad_token_id": 0, "eos_token_id": 2}
 SIZES = {name: size for size, names in TINY.items() for name in names.split()} | EXTRA
-SPECIAL_BASE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}
+VARIATIONS: tuple[dict[str, int], ...] = (  # tried in turn until the model runs
+    {},
+    {"num_key_value_heads": 4},  # multi-head latent attention has as many
+    {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4},  # hybrids need a layer of each kind
+    {"num_hidden_layers": 6, "num_key_value_heads": 4, "head_dim": 32},
+)
+SPECIAL_BASE = {"vocab_size": 256}
 OWN: dict[str, dict[str, Any]] = {  # sizes that must fit each other in their own way
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "mamba2": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+        "state_size": 16,
+    },
 }
 MAPPINGS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -55,7 +70,7 @@ MAPPINGS = {
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 LIMIT = 1e-5
-SECONDS = 90
+SECONDS = 45
 
 
 @dataclass
@@ -86,23 +101,29 @@ class Row:
         return f"| {' | '.join(map(str, (*numbers, *flags, self.note)))} |"
 
 
-def tiny_config(config_class: type[Any]) -> Any:
-    """Return a configuration with the sizes of `TINY` wherever the architecture has such a field."""
+def tiny_config(config_class: type[Any], **sizes: int) -> Any:
+    """Return a configuration with the sizes of `TINY` (or the given ones) wherever the architecture has such a field."""
     default = config_class()
     if default.model_type in OWN:
         return config_class(**SPECIAL_BASE, **OWN[default.model_type])
     fields: dict[str, Any] = {}
-    for name, size in SIZES.items():
+    for name, size in {**SIZES, **sizes}.items():
         value = getattr(default, name, "absent")
         if isinstance(value, int) or (value is None and name.endswith("_id")):
             fields[name] = size
+    for name, part in getattr(config_class, "sub_configs", {}).items():
+        if part.__name__ != "AutoConfig":
+            fields[name] = tiny_config(part, **sizes)
     try:
-        return config_class(**fields)
+        config = config_class(**fields)
     except Exception:
+        config = default
         for name, size in fields.items():
             with contextlib.suppress(Exception):
-                setattr(default, name, size)
-        return default
+                setattr(config, name, size)
+    if not hasattr(config, "pad_token_id"):
+        config.pad_token_id = 0
+    return config
 
 
 def architectures(chosen: list[str]) -> Iterator[tuple[str, str, type[nn.Module], type[Any]]]:
@@ -121,19 +142,23 @@ def architectures(chosen: list[str]) -> Iterator[tuple[str, str, type[nn.Module]
 
 def build(model_class: type[Any], config_class: type[Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a tiny model in evaluation mode and inputs that it runs on."""
-    torch.manual_seed(0)
-    model = model_class(tiny_config(config_class)).eval()
-    ids = torch.randint(3, 100, (2, 16))
-    inputs = {"input_ids": ids}
     errors = []
-    for more in ({}, {"decoder_input_ids": ids}, {"attention_mask": torch.ones_like(ids)}):
+    for sizes in VARIATIONS:
+        torch.manual_seed(0)
         try:
-            with torch.no_grad():
-                logits_of(model(**inputs, **more))
+            model = model_class(tiny_config(config_class, **sizes)).eval()
         except Exception as error:
-            errors.append(f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}")
-        else:
-            return model, {**inputs, **more}
+            errors.append(f"{type(error).__name__}: {error}")
+            continue
+        ids = torch.randint(3, 100, (2, 16))
+        for more in ({}, {"decoder_input_ids": ids}, {"attention_mask": torch.ones_like(ids)}):
+            try:
+                with torch.no_grad():
+                    logits_of(model(input_ids=ids, **more))
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                return model, {"input_ids": ids, **more}
     raise RuntimeError(errors[0])
 
 
