@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flowscope.connections.connection import ConnectionContext
 from flowscope.connections.options import HyperOptions, StaticHyperOptions
-from flowscope.connections.projection import project_rows
+from flowscope.connections.projection import project_normalised
 from flowscope.connections.streams import Coefficients, StreamConnection
 
 _EPS = 1e-5
@@ -60,27 +60,15 @@ class DynamicSite(StaticSite):
         return read, residual, write.transpose(1, 2)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return norm(h) W of every stream: rows [M*S, D] -> [n + 2, M*S].
-
-        A norm without affine part is a shift and a scale per row, so both are applied to the small product and no
-        normalised copy of the streams is kept: ((h - mean) / std) w = (h w') / std with w' = w - mean(w).
-        """
-        weight, d = self.generator.to(rows.dtype), rows.shape[-1]
+        """Return norm(h) W of every stream: rows [M*S, D] -> [n + 2, M*S]."""
+        weight = self.generator.to(rows.dtype)
         if self.norm == "none":
             return weight @ rows.t()
-        bias = None
-        if self.norm == "layer_affine":
-            bias = (weight @ self.norm_bias.to(rows.dtype)).unsqueeze(-1)
-            weight = weight * self.norm_weight.to(rows.dtype)
-        if self.norm == "rms":
-            product, variance = project_rows(rows, weight)
-        else:
-            weight = torch.cat([weight - weight.mean(-1, keepdim=True), weight.new_full((1, d), 1.0 / d)])
-            product, square = project_rows(rows, weight)
-            product, mean = torch.split_with_sizes(product, [self.streams + 2, 1])
-            variance = (square - mean * mean).clamp_min(0.0)
-        logits = product * torch.rsqrt(variance + _EPS)
-        return logits if bias is None else logits + bias
+        if self.norm != "layer_affine":
+            return project_normalised(rows, weight, _EPS, self.norm == "layer")
+        bias = weight @ self.norm_bias.to(rows.dtype)
+        scaled = weight * self.norm_weight.to(rows.dtype)
+        return project_normalised(rows, scaled, _EPS, True) + bias.unsqueeze(-1)
 
     def _scales(self, dtype: torch.dtype) -> Tensor:
         """Return the scale of every row, [n + 2, 1, 1]: (s_alpha, s_beta) or (s_m, s_r, s_beta)."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from flowscope.connections.connection import ConnectionContext
 from flowscope.connections.options import ManifoldOptions
-from flowscope.connections.projection import project_rows
+from flowscope.connections.projection import project_normalised
 from flowscope.connections.streams import Coefficients, StreamConnection
 
+_EPS = 1e-20  # the paper's
 _HOT = 0.94  # first read of its own stream; the others share the rest (a uniform read is a saddle: nothing learns)
 
 
@@ -120,8 +121,7 @@ class ManifoldSite(nn.Module):
         flat = h.reshape(h.shape[0], -1)
         flat = flat if flat.dtype == torch.float64 else flat.float()
         phi, static, scale = (p.to(flat.dtype) for p in (self.generator, self.static, self.scale))
-        product, square = project_rows(flat, phi)
-        logits = product * torch.rsqrt(square + 1e-20)
+        logits = project_normalised(flat, phi, _EPS, centred=False)
         read, write, residual = torch.split_with_sizes(logits, [n, n, n * n])
         b_read, b_write, b_residual = torch.split_with_sizes(static.unsqueeze(-1), [n, n, n * n])
         read = torch.sigmoid(b_read + scale[0] * read)
