@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from pairing import CLOCKS, RATIO_HEAD, Batch, Ratio, Runner, interleave, ratio
 from peers import PEERS
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import flowscope
 
@@ -45,12 +46,12 @@ def lm_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def lm_runner(name: str, attach: Attach | None = None, compiled: bool = False) -> Runner:
+def lm_runner(name: str, attach: Attach | None = None, backend: Any = None) -> Runner:
     torch.manual_seed(0)
     model = ByteLM(norm="pre", depth=DEPTH, width=WIDTH, heads=4, length=LENGTH)
     runner = Runner(name, model, torch.optim.AdamW(model.parameters(), lr=1e-4), lm_loss, attach)
-    if compiled:  # after attaching, as hooks must be there before the first compiled call
-        model.compile(fullgraph=True)
+    if backend is not None:  # after attaching, as hooks must be there before the first compiled call
+        model.compile(fullgraph=True, backend=backend)
     return runner
 
 
@@ -114,26 +115,19 @@ def step_section(pairs: int) -> list[str]:
 
 def compiled_section(pairs: int) -> list[str]:
     """`torch.compile(fullgraph=True)`: ratio of a sampled and of an unsampled step, and the graphs compiled."""
-    torch._dynamo.reset()
-    runners = [lm_runner("bare", compiled=True), lm_runner("bare again", compiled=True)]
-    watched = lm_runner("watched", watch(every=lambda step: step % 2 == 0, **ALL), compiled=True)
-    data = lm_data()
-    for runner in runners:
-        runner.step(next(data))
-    counters = torch._dynamo.utils.counters
-    before = counters["stats"]["unique_graphs"]
-    watched.step(next(data))
-    watched.step(next(data))
-    graphs = counters["stats"]["unique_graphs"] - before
-    breaks = sum(counters["graph_break"].values())
-    times = interleave([*runners, watched], data, pairs + pairs % 2, warmup=20)
+    counter = CompileCounterWithBackend("inductor")
+    runners = [lm_runner("bare", backend="inductor"), lm_runner("bare again", backend="inductor")]
+    watched = lm_runner("watched", watch(every=lambda step: step % 2 == 0, **ALL), backend=counter)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    times = interleave([*runners, watched], lm_data(), pairs + pairs % 2, warmup=20)
     bare, on = times["bare"], slice(0, None, 2)
     rows = [
         ratio("bare again (A/A)", times["bare again"], bare),
         ratio("all, sampled step", times["watched"][on], bare[on], limit=1.05),
         ratio("all, unsampled step", times["watched"][1::2], bare[1::2]),
     ]
-    head = f"The same model, fullgraph, inductor: {graphs} graphs (budget 2), {breaks} graph breaks (budget 0)."
+    found = f"{counter.frame_count} graphs (budget 2), {sum(breaks.values())} graph breaks (budget 0)"
+    head = f"The same model, fullgraph, inductor: {found}."
     return ["## Compiled", "", head, "", *ratio_table(rows)]
 
 
