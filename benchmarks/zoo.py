@@ -55,6 +55,7 @@ VARIATIONS: tuple[dict[str, int], ...] = (  # tried in turn until the model runs
 SPECIAL_BASE = {"vocab_size": 256}
 OWN: dict[str, dict[str, Any]] = {  # sizes that must fit each other in their own way
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "mamba2": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -102,7 +103,7 @@ class Row:
 
 
 def tiny_config(config_class: type[Any], **sizes: int) -> Any:
-    """Return a configuration with the sizes of `TINY` (or the given ones) wherever the architecture has such a field."""
+    """Return a configuration with the sizes of `TINY` (or the given ones) where the architecture has such fields."""
     default = config_class()
     if default.model_type in OWN:
         return config_class(**SPECIAL_BASE, **OWN[default.model_type])

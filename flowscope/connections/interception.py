@@ -25,7 +25,7 @@ class BlockRule(NamedTuple):
     """How a woven block finds its sites."""
 
     rules: tuple[SiteRule, ...]
-    argument: int | str  # position of the carried x in the call
+    position: int  # of the carried x among the arguments
     name: str  # and its name
     output: int | str | None  # where it leaves
     child: str  # name under which the connection is registered
@@ -40,23 +40,32 @@ class BlockCall:
 
     def __init__(self, connection: Connection, rule: BlockRule) -> None:
         self.connection = connection
+        self.rule = rule
         self.rules = rule.rules
-        self.deferred = rule.deferred
+        self.gradient = torch.is_grad_enabled()
         self.state: State = None
+        self.shape: torch.Size | None = None
         self.fired = 0
         self.seen = 0
 
     def meet(self, site: int, state: State, func: Any, left: Tensor, right: Tensor, alpha: Any) -> Tensor:
         """Answer the add at a site."""
+        if self.gradient and not torch.is_grad_enabled():
+            refuse_reentrant(self.rule.path)
         statement = func is Tensor.add_  # as a statement its result must land in the left operand
         first = left.clone() if statement else left
         x, f = (right, first) if self.rules[site].carry else (first, right)
         if alpha is not None:
             x, f = (x * alpha, f) if self.rules[site].carry else (x, f * alpha)
-        if site == 0 and self.deferred:
+        if site == 0 and self.rule.deferred:
             x, state = self.connection.begin(x)
+        here = x.shape
+        if self.shape is not None and len(here) != len(self.shape):  # the block flattened its positions
+            x, f = x.reshape(self.shape), f.reshape(self.shape)
         y, self.state = self.connection.merge(site, state, x, f)
         self.fired += 1
+        if y.dim() != len(here):
+            y = y.reshape(here)
         return left.copy_(y) if statement else y
 
 
@@ -84,8 +93,6 @@ class Carry(Tensor):
             carry = args[0]
             y = func(carry.plain, *[plain(a) for a in args[1:]], **(kwargs or {}))
             return tag(y, carry.call, carry.site, carry.state, carry.touched)
-        elif func is Tensor.detach:
-            refuse_reentrant()
         if kwargs:
             return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
         return func(*[plain(a) for a in args])
@@ -112,13 +119,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def refuse_reentrant() -> None:
-    """Refuse a replay by reentrant checkpointing inside a block: it detaches the carry in the backward."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        raise FlowscopeError(
-            "reentrant checkpointing inside a wrapped block would lose the connection's gradient: "
-            "use checkpoint(..., use_reentrant=False), or checkpoint the whole block."
-        )
+def refuse_reentrant(path: str) -> None:
+    """Raise: a site was met under no_grad in a call with gradient, as in the first pass of a reentrant checkpoint."""
+    raise FlowscopeError(
+        f"{path}: reentrant checkpointing (or no_grad) around a merge inside a wrapped block would lose its gradient: "
+        "use checkpoint(..., use_reentrant=False), or checkpoint the whole block."
+    )
 
 
 class SiteMode(TorchFunctionMode):
@@ -142,17 +148,18 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     """Run a woven block's own forward with its merge adds answered by its connection."""
     rule: BlockRule = block.flowscope_rule
     connection = block._modules[rule.child]
-    place = rule.name if rule.name in kwargs else rule.argument
-    x = kwargs[place] if isinstance(place, str) else args[place]
+    place, named = rule.position, rule.name in kwargs
+    x = kwargs[rule.name] if named else args[place]
     if x.is_nested or (rule.dims and x.dim() != rule.dims):
         refuse_shape(rule, x)
     call = BlockCall(connection, rule)
     if not rule.deferred:
         x, call.state = connection.begin(x)
+        call.shape = x.shape
     tagged = rule.taggable and type(x) is Tensor
     carried = tag(x, call, 0, call.state) if tagged else x
-    if isinstance(place, str):
-        kwargs = {**kwargs, place: carried}
+    if named:
+        kwargs = {**kwargs, rule.name: carried}
     else:
         args = (*args[:place], carried, *args[place + 1 :])
     if tagged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ def servable(plan: SitePlan, mode: str, streams: int) -> SitePlan:
     refused = {}
     for block in plan.blocks:
         sites = block.traced.sites
-        if streams and any(site.shape != block.shape for site in sites):
+        if streams and any(math.prod(site.shape) != math.prod(block.shape) for site in sites):
             refused[block.path] = "the stream width changes between its sites"
         if mode == "keel-postln" and any(site.kind == "projection" for site in sites):
             refused[block.path] = "keel-postln has no place for a projection shortcut"
@@ -48,10 +49,11 @@ def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
     traced = block.traced
     rules = tuple(site.rule for site in traced.sites)
     deferred = bool(streams) and rules[0].fresh
+    position, name = argument_place(module, traced.argument)
     return BlockRule(
         rules=rules,
-        argument=traced.argument,
-        name=argument_name(module, traced.argument),
+        position=position,
+        name=name,
         output=traced.output,
         child=child,
         taggable=all(rule.touch is not None for rule in rules),
@@ -61,12 +63,12 @@ def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
     )
 
 
-def argument_name(block: nn.Module, argument: int | str) -> str:
-    """Return the name of the argument in which the carried x comes in."""
-    if isinstance(argument, str):
-        return argument
+def argument_place(block: nn.Module, argument: int | str) -> tuple[int, str]:
+    """Return position and name of the argument in which the carried x comes in; -1 where it has no position."""
     names = list(inspect.signature(block.forward).parameters)
-    return names[argument] if argument < len(names) else ""
+    if isinstance(argument, str):
+        return (names.index(argument) if argument in names else -1), argument
+    return argument, names[argument] if argument < len(names) else ""
 
 
 def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, ConnectionContext]]:
@@ -82,7 +84,7 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
         yield (
             block,
             ConnectionContext(
-                features=traced[-1].shape[axis],
+                features=block.shape[axis],
                 sites=len(traced),
                 block=seen[flow],
                 blocks=blocks[flow],

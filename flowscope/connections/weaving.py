@@ -60,12 +60,9 @@ class WovenBlock(Woven):
     flowscope_rule: BlockRule
     flowscope_recipe: Recipe
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *args: Any
-    ) -> None:
-        if strict:
-            fill_absent(state_dict, f"{prefix}{self.flowscope_rule.child}.", self.flowscope_recipe)
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *args)  # type: ignore[misc]
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        fill_absent(state_dict, prefix, self.flowscope_rule.child, self.flowscope_recipe)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
 class WovenSequence(WovenBlock):
@@ -85,12 +82,13 @@ class WovenChild(Woven):
     flowscope_carries: str  # "" | "carry" | "norm": what it returns is the carry
 
 
-def fill_absent(state_dict: dict[str, Any], prefix: str, recipe: Recipe) -> None:
-    """Add a connection's initial values to a checkpoint saved before wrapping."""
-    if any(key.startswith(prefix) for key in state_dict):
+def fill_absent(state_dict: dict[str, Any], prefix: str, child: str, recipe: Recipe) -> None:
+    """Add a connection's initial values to a checkpoint that has the block but was saved before wrapping."""
+    own = f"{prefix}{child}."
+    if any(key.startswith(own) for key in state_dict) or not any(key.startswith(prefix) for key in state_dict):
         return
     values = recipe.make().state_dict()
-    state_dict.update({f"{prefix}{name}": value for name, value in values.items()})
+    state_dict.update({f"{own}{name}": value for name, value in values.items()})
     if values and not recipe.notice.said:
         recipe.notice.said = True
         logger.info("the checkpoint was saved before wrap: its connections start from their initial values")
@@ -141,7 +139,7 @@ def original_class(module: nn.Module) -> type:
 
 def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) -> None:
     """Give a block its connection."""
-    module = model.get_submodule(block.path)
+    module, connection = model.get_submodule(block.path), recipe.make()
     carriers = dict(block.traced.carriers)
     for name in sorted({*carriers, *block.traced.quiet}):
         child = module.get_submodule(name)
@@ -153,7 +151,7 @@ def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) 
             vars(child)["flowscope_carries"] = kind or child.flowscope_carries
     change_class(module, WovenSequence if isinstance(module, nn.Sequential) else WovenBlock, block.path)
     vars(module).update(flowscope_rule=rule, flowscope_recipe=recipe)
-    module.add_module(rule.child, recipe.make())
+    module.add_module(rule.child, connection)
 
 
 def unweave(model: nn.Module) -> None:

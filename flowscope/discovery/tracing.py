@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-IN_PLACE_ADDS = frozenset({Tensor.__iadd__, Tensor.add_})
-ADDS = IN_PLACE_ADDS | {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+ADDS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_})
 JOINS = frozenset({"cat", "concat", "concatenate", "addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
 CASTS = frozenset(
     {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
-    | {Tensor.contiguous, Tensor.clone, torch.clone, Tensor.view_as}
+    | {Tensor.contiguous, Tensor.clone, torch.clone, Tensor.view, Tensor.view_as, Tensor.reshape, torch.reshape}
 )
 
 
@@ -68,6 +67,7 @@ class Add(NamedTuple):
     kind: str
     modules: tuple[str, ...]
     result: Tensor
+    statement: bool  # x.add_(f): its result may be used under the left operand's name
 
 
 class Passage(NamedTuple):
@@ -170,7 +170,7 @@ class BlockTrace(TorchFunctionMode):
         self.operations[tuple(self.modules)] += 1
         bit = 1 << self.count
         if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
-            self.note_add(args[0], args[1], masks[0], masks[1], output)
+            self.note_add(func, args[0], args[1], masks, output)
         elif name in JOINS or ("add" in name and "norm" in name):
             self.joined.setdefault(name, bit)
         self.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
@@ -196,10 +196,12 @@ class BlockTrace(TorchFunctionMode):
         self.ancestors[id(tensor)] = mask
         self.alive.update({id(x): x for x in (*inputs, tensor)})
 
-    def note_add(self, a: Tensor, b: Tensor, left: int, right: int, result: Tensor) -> None:
+    def note_add(self, func: Any, a: Tensor, b: Tensor, masks: list[int], result: Tensor) -> None:
         """Record an add with its kind."""
+        left, right = masks[:2]
         carry, kind = self.kind(a, b, left, right)
-        self.adds.append(Add(self.count, (a, b), (left, right), carry, kind, tuple(self.modules), result))
+        statement = func is Tensor.add_
+        self.adds.append(Add(self.count, (a, b), (left, right), carry, kind, tuple(self.modules), result, statement))
         if carry is not None:
             self.last_hit = id(result)
 
@@ -289,10 +291,10 @@ class BlockTrace(TorchFunctionMode):
             touch = sum(not same.isdisjoint(map(self.origin_of, other.operands)) for other in visible[start:at])
             fresh = index == 0 and self.origin_of(carry) != id(entry)
             rule = SiteRule(None if into is None else touch, at, add.carry or 0, fresh)
-            into = self.passages_between(add.result, following, own)
+            into = None if add.statement else self.passages_between(add.result, following, own)
             carriers.update({passage.name: passage.is_norm for passage in into or ()})
             outer = next((passage.name for passage in into or () if passage.is_norm), "")
-            norm = self.norm_kind(add, following)
+            norm = self.norm_kind(add, following, chain[: index + 1])
             sites.append(
                 TracedSite(rule, add.modules[-1] if add.modules else "", tuple(carry.shape), add.kind, norm, outer)
             )
@@ -316,21 +318,30 @@ class BlockTrace(TorchFunctionMode):
         """Return the tensors with these ids that descend from the block's input."""
         return [self.alive[key] for key in ids if self.ancestors.get(key, 0)]
 
-    def norm_kind(self, add: Add, reached: Tensor) -> str:
+    def norm_kind(self, add: Add, reached: Tensor, chain: list[Add]) -> str:
         """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""
-        assert add.carry is not None
         own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
         if reached is not add.result and self.ancestors.get(id(reached), 0) & ~own & self.normalising:
             return "post"
-        carry_mask, branch_mask = add.ancestors[add.carry], add.ancestors[1 - add.carry]
-        branch = branch_mask & ~carry_mask
-        first_weight = branch & self.parametrised
-        first_norm = branch & self.normalising
-        lowest = first_norm & -first_norm
-        return "pre" if first_norm and lowest <= (first_weight & -first_weight or lowest) else "none"
+        branch = add.ancestors[1 - (add.carry or 0)]
+        carries = [earlier.ancestors[earlier.carry or 0] for earlier in chain]
+        read = next((mask for mask in reversed(carries) if is_ancestor(mask, branch)), carries[-1])
+        branch &= ~read  # from the newest carry the branch reads: with (x + a) + b that of a
+        first_weight, first_norm = lowest(branch & self.parametrised), lowest(branch & self.normalising)
+        return "pre" if first_norm and (not first_weight or first_norm <= first_weight) else "none"
+
+    def is_changed_carry(self, add: Add) -> bool:
+        """Whether one operand is the block's input after operations without weights, the other a branch."""
+        entry = (1 << len(self.arguments)) - 1
+        for mask, other in (add.ancestors, add.ancestors[::-1]):
+            if mask & entry & other and not mask & self.parametrised and other & self.parametrised:
+                return add.operands[0].shape == add.operands[1].shape
+        return False
 
     def explain(self) -> str:
         """Say why the traced call has no site."""
+        if any(self.is_changed_carry(add) for add in self.adds):
+            return "no residual add of the carried x itself: it is scaled or changed on its way to the add"
         if self.joined:
             return f"no residual add: the tensors meet in {', '.join(sorted(self.joined))}"
         if self.adds:
@@ -341,6 +352,11 @@ class BlockTrace(TorchFunctionMode):
 def is_ancestor(older: int, newer: int) -> bool:
     """Whether the newest operation in one set of ancestors is in the other."""
     return bool(older and newer >> older.bit_length() - 1 & 1)
+
+
+def lowest(mask: int) -> int:
+    """Return the lowest bit of a set of operations: the first that ran."""
+    return mask & -mask
 
 
 def outermost_outside(own: set[str], modules: tuple[str, ...]) -> str:

@@ -1,0 +1,188 @@
+"""Small models whose merge sites are known by reading them. Sizes are distinct: B=3, T=5, D=8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+B, T, D = 3, 5, 8
+
+
+class PreNormBlock(nn.Module):
+    """Layer-scale and drop-path between branch and add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.mix, self.up, self.down = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.scale = nn.Parameter(torch.full((D,), 0.7))
+        self.drop = nn.Dropout(0.0)
+
+    def branches(self, x: Tensor, site: int) -> Tensor:
+        """The branch output of each site."""
+        if site == 0:
+            return self.drop(self.scale * self.mix(self.norm1(x)))
+        return self.down(functional.gelu(self.up(self.norm2(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.branches(x, 0)
+        return self.branches(x, 1) + x
+
+
+class PostNormBlock(nn.Module):
+    """LN(x + f(x)) twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.mix, self.mlp = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.mix(x))
+        return self.norm2(x + torch.tanh(self.mlp(x)))
+
+
+class ParallelBlock(nn.Module):
+    """(a + b) + x is one site: the sum of the branches is no merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.a(h) + self.b(h) + x
+
+
+class ChainedBlock(nn.Module):
+    """(x + a) + b are two sites, though b does not depend on x + a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.a(h) + self.b(h)
+
+
+class StatementBlock(nn.Module):
+    """An add of positions that is no site, an in-place statement, `torch.add` with alpha."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.linspace(-1, 1, T * D).reshape(1, T, D).repeat(B, 1, 1))
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x + self.position)
+        h.add_(x)
+        return torch.add(h, self.b(h), alpha=0.5)
+
+
+class FunctionalDropoutBlock(nn.Module):
+    """The carry passes through a function that is no child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x + self.a(x), 0.5, self.training)
+        return x + self.b(x)
+
+
+class FlatteningBlock(nn.Module):
+    """Flattens the positions for its second branch, as OPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        shape = x.shape
+        x = x.reshape(-1, x.size(-1))
+        residual = x
+        return (residual + self.b(self.norm(x))).view(shape)
+
+
+class SequentialBlock(nn.Sequential):
+    """Iterates over its own children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class BasicBlock(nn.Module):
+    """A residual block of a convnet: in-place add, in-place ReLU, projection where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += identity
+        return self.relu(out)
+
+
+class ConvNet(nn.Module):
+    """Two stages of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.layer1 = nn.Sequential(BasicBlock(4, 4), BasicBlock(4, 4))
+        self.layer2 = nn.Sequential(BasicBlock(4, 6, 2), BasicBlock(6, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+class AddcmulBlock(nn.Module):
+    """The add is fused with the layer scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Linear(D, D), nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x, self.scale, self.a(x))
+
+
+class Stack(nn.Module):
+    """A stem, blocks one behind the other, and a head."""
+
+    def __init__(self, block: Any, depth: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.head = nn.Linear(D, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def hidden_states() -> Tensor:
+    """A [B, T, D] input."""
+    return torch.randn(B, T, D)
+
+
+def sequential_block() -> nn.Module:
+    """A block that is a Sequential."""
+    return SequentialBlock(nn.LayerNorm(D), nn.Linear(D, D), nn.Tanh())
