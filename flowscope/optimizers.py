@@ -6,6 +6,7 @@ post-hook; of several, the last listed. What else steps is foreign.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,8 +33,11 @@ class StepListener(Protocol):
     def foreign_step(self) -> None:
         """An optimizer that owns none of this model's parameters stepped."""
 
-    def forward_since_step(self) -> bool:
-        """Whether the model ran since the last step ended."""
+    def just_ended(self) -> bool:
+        """Whether a step has ended and the model has not run since."""
+
+    def joins(self, optimizer: Optimizer) -> None:
+        """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
 
 
 class OptimizerClock:
@@ -44,27 +48,31 @@ class OptimizerClock:
         self.optimizers: list[Optimizer] = _as_list(given)
         self.given = bool(self.optimizers)
         self._joining: Optimizer | None = None
-        pre = Hook("optimizer hook", self._before, hooks.faults)
-        post = Hook("optimizer hook", self._after, hooks.faults)
-        hooks.keep(register_optimizer_step_pre_hook(_ignoring_result(pre)))
-        hooks.keep(register_optimizer_step_post_hook(_ignoring_result(post)))
+        self._pre = Hook("optimizer hook", self._before, hooks.faults)
+        self._post = Hook("optimizer hook", self._after, hooks.faults)
+        hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
+        hooks.keep(register_optimizer_step_post_hook(_weakly(self._post)))
 
     def _owns(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.optimizers):
             return True
         if self.given:
             return False
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = _parameters_of(optimizer)
         return any(id(p) in held for p in self._model.parameters())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owns(optimizer):
             return
         if all(optimizer is not known for known in self.optimizers):
-            # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
-            joins = bool(self.optimizers) and not self._listener.forward_since_step()
-            self._joining = optimizer if joins else None
+            held = _parameters_of(optimizer)
+            # one made anew for the same parameters takes the older one's place
+            self.optimizers = [known for known in self.optimizers if not held & _parameters_of(known)]
             self.optimizers.append(optimizer)
+            # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
+            self._joining = optimizer if self._listener.just_ended() else None
+            if self._joining is not None:
+                self._listener.joins(optimizer)
         if optimizer is not self._joining:
             self._listener.before_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
 
@@ -81,10 +89,18 @@ class OptimizerClock:
         return optimizer is self.optimizers[-1]
 
 
-def _ignoring_result(hook: Hook) -> Callable[..., None]:
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _weakly(hook: Hook) -> Callable[..., None]:
+    """A global hook that does not keep a forgotten scope and its model alive."""
+    reference = weakref.ref(hook)
+
     def call(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # torch hands the bound call's arguments on: args[0] is the optimizer itself
-        hook(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
+        if (live := reference()) is not None:
+            # torch hands the bound call's arguments on: args[0] is the optimizer itself
+            live(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
 
     return call
 

@@ -131,25 +131,32 @@ class Scope:
         self._samples = 0
         self._forwards_at_end = 0
         self._ended_unclaimed = False
+        self._ended_any = False
         self._losses: list[Any] = []
         self._pending: deque[_Pending] = deque()
         self._records: deque[Record] = deque(maxlen=self.config.max_records)
         self._alerts: deque[Alert] = deque(maxlen=self.config.max_alerts)
         self._detectors = DetectorSet(self.config)
+        self._detectors.faults = self._faults
         self._header = RunHeader(__version__, (), {}, self.config.model_dump(mode="json"), _environment())
         self._header_written = False
         self._replays: list[Any] = []
         self._updating = False
         self._working = False
         # sinks before hooks: an unwritable log_dir must leave the model untouched
-        self._sinks: list[tuple[str, Sink]] = [*self._own_sinks(log_dir), *given_sinks]
+        self._sinks: list[tuple[str, Sink]] = []
+        self._sinks_closed = False
         try:
+            self._add_own_sinks(log_dir)
             self._observation = Observation(model, self.flows, self.config, self._hooks)
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:
             self._hooks.close()
+            self._close_sinks()
             raise
+        self._sinks += given_sinks
+        self._observation.owner = self
         _WATCHED[model] = weakref.ref(self)
         self._model = weakref.ref(model)
         for note in self.flows.notes:
@@ -158,8 +165,8 @@ class Scope:
             LOGGER.warning("flowscope: no depth axis found in %s; only parameter metrics.", type(model).__name__)
         self._begin_step()
 
-    def _own_sinks(self, log_dir: str | Path | None) -> list[tuple[str, Sink]]:
-        own: list[tuple[str, Sink]] = []
+    def _add_own_sinks(self, log_dir: str | Path | None) -> None:
+        own = self._sinks
         if log_dir is not None:
             from flowscope.sinks.tensorboard import TensorBoardSink
 
@@ -168,7 +175,6 @@ class Scope:
         console = self.config.console
         if console in ("alerts", "records") or (console == "auto" and not self._callbacks):
             own.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
-        return own
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
@@ -177,23 +183,31 @@ class Scope:
 
         Args:
             loss: a scalar tensor or number. It belongs to the step that ended since the previous call, else to the one
-                under way; several are averaged.
-            step: renumbers the step that just ended; the count goes on from there.
+                under way; several are averaged. A loop that gives each loss before the optimizer's step goes on so: a
+                loss that comes after a new forward does not belong to a step that has its loss already.
+            step: renumbers the step the call belongs to; the count goes on from there.
 
         Raises:
-            FlowscopeError: the scope is closed, or `loss` is neither a tensor nor a number.
+            FlowscopeError: the scope is closed, `loss` is neither a tensor nor a number, or `step` no step number.
         """
-        if self._closed:
-            raise FlowscopeError("scope.step() after scope.close(): got a closed scope; call flowscope.watch again.")
-        value = _loss_value(loss)
+        self._check_open("step")
+        value, step = _loss_value(loss), _step_number(step)
         if not self._clock.optimizers:
             self._faults.guard("step", self._end_unmarked_step)
         ended, self._ended_unclaimed = self._ended_unclaimed, False
+        if ended and self._pending and self._pending[-1].losses and not self.just_ended():
+            ended = False
         if value is not None:
             self._claim(value, ended=ended)
-        if step is not None and ended:
-            self._renumber(step)
+        if step is not None:
+            self._renumber(step, ended=ended)
         self._faults.guard("records", self._finish_pending, False)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise FlowscopeError(
+                f"scope.{call}() after scope.close(): got a closed scope, expected an open one; call flowscope.watch again."
+            )
 
     def _claim(self, value: Tensor | float, *, ended: bool) -> None:
         """A loss belongs to the step that ended since the previous call, else to the one under way."""
@@ -207,13 +221,13 @@ class Scope:
 
     def pause(self) -> None:
         """Observe nothing until `resume`; steps are still counted."""
-        self._observation.switch.paused = True
-        self._observation.drop()
+        self._check_open("pause")
+        self._observation.pause()
 
     def resume(self) -> None:
-        """Observe again, from the next step on."""
-        self._observation.switch.paused = False
-        self._observation.drop()
+        """Observe again, from the next step on (the one under way where nothing of it was missed)."""
+        self._check_open("resume")
+        self._observation.resume()
 
     @property
     def records(self) -> list[Record]:
@@ -239,6 +253,7 @@ class Scope:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`: the next step has its number, detectors neither warm up nor repeat an alert."""
+        self._check_open("load_state_dict")
         self._step, self._samples = int(state["step"]), int(state["samples"])
         self._detectors.load_state_dict(state["detectors"])
         self._begin_step()
@@ -248,19 +263,31 @@ class Scope:
         if self._closed:
             return
         self._closed = True
-        self._faults.guard("records", self._finish_pending, True)
-        self._hooks.close()
-        self._observation.drop()
-        if self._scaler is not None:
-            self._scaler.close()
+        try:
+            self._faults.guard("records", self._finish_pending, True)
+        finally:
+            self._hooks.close()
+            if self._scaler is not None:
+                self._scaler.close()
+            if (model := self._model()) is not None:
+                _WATCHED.pop(model, None)
+            # what is still in some graph deposits nowhere, and the scope keeps neither model nor optimizer alive
+            self._observation.switch.paused = True
+            self._pending.clear()
+            if not self._working:
+                self._release()
+            self._close_sinks()
+
+    def _release(self) -> None:
+        del self._observation, self._clock, self._scaler
+
+    def _close_sinks(self) -> None:
+        self._sinks_closed = True
         for part, sink in self._sinks:
             try:
                 sink.close()
             except Exception as error:
                 self._faults.report(part, error)
-        model = self._model()
-        if model is not None:
-            _WATCHED.pop(model, None)
 
     def __enter__(self) -> Scope:
         """The scope itself."""
@@ -275,6 +302,7 @@ class Scope:
     def before_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
         """An optimizer of the model is about to step."""
         del last
+        self._observation.switch.in_closure = closure
         if not self._observing() or closure:
             if self._observing() and not self._updating:
                 self._updating = True
@@ -288,8 +316,10 @@ class Scope:
 
     def after_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
         """An optimizer has stepped; the last one ends the step."""
+        self._observation.switch.in_closure = False
         if self._observing():
             if closure:
+                self._replays = self._replays or self._observation.replay_time()
                 self._observation.read_gradients({id(p) for group in optimizer.param_groups for p in group["params"]})
             if last:
                 self._observation.read_gradients()
@@ -301,9 +331,14 @@ class Scope:
         """What is pending belongs to an optimizer that is not ours, unless ours steps before the next forward."""
         self._observation.switch.stale = True
 
-    def forward_since_step(self) -> bool:
-        """Whether the model ran since the last step ended."""
-        return self._observation.forwards > self._forwards_at_end
+    def just_ended(self) -> bool:
+        """Whether a step has ended and the model has not run since."""
+        return self._ended_any and self._observation.forwards == self._forwards_at_end
+
+    def joins(self, optimizer: Any) -> None:
+        """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
+        if self._pending and self._pending[-1].snapshot is not None:
+            self._pending[-1].snapshot.join(optimizer, self._clock.optimizers)
 
     def _step_skipped(self) -> None:
         """The GradScaler found inf and skipped the optimizer."""
@@ -340,19 +375,23 @@ class Scope:
             _Pending(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
         )
         self._losses, self._replays, self._updating = [], [], False
-        self._ended_unclaimed = True
+        self._ended_unclaimed = self._ended_any = True
         self._forwards_at_end = self._observation.forwards
         self._step += 1
         self._begin_step()
         self._faults.guard("records", self._finish_pending, False)
 
-    def _renumber(self, step: int) -> None:
-        if not isinstance(step, int) or step < 0:
-            raise FlowscopeError(f"scope.step(step=...): got {step!r}, expected a step number >= 0.")
+    def _renumber(self, step: int, *, ended: bool) -> None:
+        if not ended:
+            self._step = step
+            return
         if self._pending:
             self._pending[-1].step = step
+        elif self._records and self._records[-1].step == self._step - 1:
+            self._records[-1].step = step
         self._step = step + 1
-        self._begin_step()
+        if self.just_ended():
+            self._begin_step()
 
     # -- from pending steps to records ------------------------------------------------------------------------------------
 
@@ -371,6 +410,8 @@ class Scope:
                 self._finish(pending)
         finally:
             self._working = False
+            if self._closed and self._sinks_closed and hasattr(self, "_observation"):
+                self._release()  # closed from inside an alert's callback
 
     def _finish(self, pending: _Pending) -> None:
         losses = [float(value) for value in pending.losses]
@@ -430,6 +471,8 @@ class Scope:
         self._emit(self._header)
 
     def _emit(self, event: Event) -> None:
+        if self._sinks_closed:
+            return
         for part, sink in self._sinks:
             self._faults.guard(part, sink.write, event)
 
@@ -481,6 +524,14 @@ def _loss_value(loss: Any) -> Tensor | float | None:
     if not isinstance(loss, Tensor):
         raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
     return loss.detach().float().mean()
+
+
+def _step_number(step: Any) -> int | None:
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise FlowscopeError(f"scope.step(step=...): got {step!r}, expected a step number, an int >= 0.")
+    return int(step)
 
 
 def _environment() -> dict[str, str]:

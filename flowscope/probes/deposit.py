@@ -56,6 +56,8 @@ class Switch:
         self.sampling = False
         self.slow = False
         self.paused = False
+        self.in_closure = False
+        """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""
         self.stale = False
         """A foreign optimizer stepped: what is pending belongs to it unless our own optimizer steps next."""
 

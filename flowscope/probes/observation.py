@@ -44,6 +44,10 @@ class Observation:
         self.parameters = ParameterObserver(model, config) if "parameters" in config.metrics else None
         self.units = UnitObserver(model, config, self.switch, hooks) if "parameters" in config.metrics else None
         self._first = True
+        self.owner: Any = None
+        """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
+        self._forwards_at_begin = 0
+        self._missed = self._resuming = False
         hooks.before(model, "root hook", self._root, first=True)
         if any(kind in config.metrics for kind in ("flow", "depth")):
             self._observe_flows()
@@ -72,16 +76,55 @@ class Observation:
     # -- hooks of the root ------------------------------------------------------------------------------------------
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.switch.paused or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self.switch.paused:
+            self._missed = True
             return
         if not is_compiling():
-            self.forwards += 1
             if self.switch.stale:
                 self.drop()
+            elif self.forwards > self._forwards_at_begin and self._gradients_were_dropped():
+                self._discard_deposits()
+            self.forwards += 1
             for flow in self.flows:
                 flow.start_forward()
         for tensor in floating_tensors((args, kwargs)):
             self.canary.count("input", tensor)
+
+    def _gradients_were_dropped(self) -> bool:
+        """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
+
+        So it is where an exception ended a step halfway and the loop went on with the next batch.
+        """
+        if not self.switch.sampling or self.switch.in_closure:
+            return False
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
+            return False
+        return all(p.grad is None for p in trainable)
+
+    def _discard_deposits(self) -> None:
+        """Forget what backward deposited, not what forwards in flight wait with."""
+        self.buffer.clear()
+        for flow in self.flows:
+            flow.grams.clear()
+            flow.slices.clear()
+        if self.units is not None:
+            self.faults.guard("units", self.units.take)
+
+    def pause(self) -> None:
+        """Observe nothing until `resume`."""
+        self._missed = self._missed or self.forwards > self._forwards_at_begin
+        self._resuming = False
+        self.switch.paused = True
+        self.drop()
+
+    def resume(self) -> None:
+        """Observe again: at once where nothing of the step under way was missed, else from the next on."""
+        self._resuming = self._missed
+        self.switch.paused = self.switch.paused and self._missed
+        self.drop()
 
     def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.switch.paused and torch.is_grad_enabled():
@@ -94,6 +137,10 @@ class Observation:
         """Turn the probes on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
             self.drop()
+        if self._resuming:
+            self.switch.paused = self._resuming = False
+        self._missed = False
+        self._forwards_at_begin = self.forwards
         self.switch.sampling, self.switch.slow = sampling, slow and sampling
         self.switch.stale = False
 
@@ -107,7 +154,8 @@ class Observation:
         for time in self.times:
             time.drop()
         if self.units is not None:
-            self.units.take()
+            self.units.end_step()
+            self.faults.guard("units", self.units.take)
         if self.parameters is not None:
             self.parameters.drop()
 
@@ -160,7 +208,8 @@ class Snapshot:
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.buffer.take())
         self._parameters = [(self._keep([t]), index) for t, index in self._taken_parameters(observation)]
-        self._units = [(self._keep([t]), p) for t, p in (observation.units.take() if observation.units else ())]
+        units = observation.faults.guard("units", observation.units.take) if observation.units else None
+        self._units = [(self._keep([t]), p) for t, p in units or ()]
         self._replays = [
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
@@ -169,15 +218,32 @@ class Snapshot:
         self._calls = {id(f): (dict(f.forward_calls), dict(f.tracked_calls)) for f in observation.flows}
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
+        self._not_measured: list[int] = []
+        self._wiring: tuple[Array, Array] | None = None
         if observation.parameters is not None:
-            self._trainable = observation.parameters.trainable
-            self._optimized = observation.parameters.optimized(optimizers)
+            self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
         self._copy = HostCopy(self._tensors)
         self._tensors = []
 
+    def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array]:
+        parameters = self._observation.parameters
+        assert parameters is not None
+        return parameters.trainable(), parameters.optimized(optimizers)
+
+    def join(self, optimizer: Any, optimizers: Iterable[Any]) -> None:
+        """An optimizer found only now is about to make the second half of this step's update."""
+        parameters = self._observation.parameters
+        if parameters is None or self._wiring is None:
+            return
+        self._wiring = (self._wiring[0], parameters.optimized(optimizers))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
+
     @staticmethod
     def _taken_parameters(observation: Observation) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-        return observation.parameters.take() if observation.parameters is not None else []
+        if observation.parameters is None:
+            return []
+        return observation.faults.guard("parameters", observation.parameters.take) or []
 
     @staticmethod
     def _thinned(slices: dict[PointKey, Tensor]) -> dict[PointKey, Tensor]:
@@ -206,11 +272,12 @@ class Snapshot:
             rows[: len(part)] += part
         out = _Builder(step)
         for flow in self._observation.flows:
-            if self._observation.faults.alive(flow.part):
-                self._flow(out, flow, rows, host)
+            self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
         for time, where, note in self._replays:
-            _time_flow(out, time, host[where], note)
-        self._parameter_family(out, host)
+            self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+        out.family()
+        self._observation.faults.guard("parameters", self._parameter_family, out, host)
+        self._observation.faults.guard("units", self._unit_family, out, host)
         return out.finish(), out.layouts
 
     def _flow(self, out: _Builder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
@@ -251,18 +318,22 @@ class Snapshot:
 
     def _parameter_family(self, out: _Builder, host: list[Array]) -> None:
         observation = self._observation
-        out.family()
-        if observation.parameters is not None:
+        if observation.parameters is not None and self._wiring is not None:
             names = observation.parameters.names
             values = np.full((4, len(names)), np.nan)
             sampled = np.zeros((4, len(names)), dtype=bool)
             for where, index in self._parameters:
                 at = tuple(np.array(index).T)
                 values[at], sampled[at] = host[where][0], True
+            values[2, self._not_measured] = np.nan
+            sampled[2, self._not_measured] = False
             for name, array in summaries.parameter_metrics(values, sampled).items():
                 out.add(name, array, names)
-            out.add("param_trainable", self._trainable, names)
-            out.add("param_optimized", self._optimized, names)
+            for name, array in zip(("param_trainable", "param_optimized"), self._wiring, strict=True):
+                out.add(name, array, names)
+
+    def _unit_family(self, out: _Builder, host: list[Array]) -> None:
+        observation = self._observation
         vectors = {probe: host[where][0] for where, probe in self._units}
         observation.first_record(vectors)
         vectors = {p: v for p, v in vectors.items() if p.kind != "input" or (p.hook is not None and p.hook.on)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
+from flowscope.discovery.structure import is_norm
 from flowscope.probes.statistics import wide
 
 SAMPLE_BUDGET = 1 << 22
@@ -29,6 +30,8 @@ class ParameterObserver:
         self._model, self._config = model, config
         self.names: list[str] = []
         self._places: list[tuple[nn.Module, str]] = []
+        self._paths: list[tuple[str, str]] = []
+        self._children = _children(model)
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -37,6 +40,8 @@ class ParameterObserver:
                 seen.add(id(parameter))
                 self.names.append(display_path(f"{prefix}.{key}" if prefix else key))
                 self._places.append((module, key))
+                self._paths.append((prefix, key))
+        self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         share = SAMPLE_BUDGET // max(1, len(self.names))
         self._samples = max(1, min(config.update_samples, share))
         self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
@@ -44,17 +49,28 @@ class ParameterObserver:
         self.norms: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         self.updates: dict[int, tuple[Tensor, Tensor]] = {}
-        self.trainable = np.zeros(len(self.names))
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
         return [module._parameters.get(key) for module, key in self._places]
 
+    def trainable(self) -> NDArray[np.float64]:
+        """1 where a parameter asks for a gradient, 0 where it is frozen."""
+        return np.array([float(p is not None and p.requires_grad) for p in self.current()])
+
+    def _follow_replaced_modules(self) -> None:
+        """Find the parameters again by their paths where a submodule was replaced since attaching."""
+        if all(siblings.get(name) is child for siblings, name, child in self._children):
+            return
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        self._places = [(modules.get(path, held), key) for (path, key), (held, _) in zip(self._paths, self._places, strict=True)]
+        self._children = _children(self._model)
+
     @torch.no_grad()
     def before_step(self) -> None:
         """Take the weights' norms and samples, before the optimizer changes them."""
+        self._follow_replaced_modules()
         parameters = self.current()
-        self.trainable = np.array([float(p is not None and p.requires_grad) for p in parameters])
         live = {i: p.detach() for i, p in enumerate(parameters) if p is not None and p.requires_grad}
         self.norms = dict(zip(live, _norms(list(live.values())), strict=True))
         self._before = self._sample(live)
@@ -145,6 +161,10 @@ class ParameterObserver:
             return np.full(len(self.names), np.nan)
         held = {id(p) for optimizer in known for group in optimizer.param_groups for p in group["params"]}
         return np.array([float(p is not None and id(p) in held) for p in self.current()])
+
+
+def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
+    return [(module._modules, name, child) for module in model.modules() for name, child in module._modules.items()]
 
 
 def _floating(parameter: Tensor) -> bool:

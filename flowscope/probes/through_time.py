@@ -32,6 +32,7 @@ class TimeObserver:
         module = model.get_submodule(flow.outputs[0])
         assert isinstance(module, nn.RNNBase)
         self._rnn = module
+        self._layer = module
         self._call: tuple[Any, Any] | None = None
         self._gradients: dict[str, Tensor] = {}
         hooks.after(module, self.part, self._after)
@@ -47,6 +48,8 @@ class TimeObserver:
         if is_compiling() or not (self._switch.sampling and self._switch.slow) or self._call is not None:
             return
         given = args[0] if args else kwargs["input"]
+        # a step with a closure ends after its weights have changed
+        self._layer = _with_own_weights(self._rnn) if self._switch.in_closure else self._rnn
         self._call = (_detached(given), _detached(args[1] if len(args) > 1 else kwargs.get("hx")))
         hidden, cell = last if isinstance(last, tuple) else (last, None)
         for name, tensor in (("output", x), ("hidden", hidden), ("cell", cell)):
@@ -65,7 +68,7 @@ class TimeObserver:
             return None
         with masked():
             return replay_gradients(
-                self._rnn, *call, gradients.get("output"), gradients.get("hidden"), gradients.get("cell")
+                self._layer, *call, gradients.get("output"), gradients.get("hidden"), gradients.get("cell")
             )
 
     def row_names(self) -> list[str]:
@@ -79,6 +82,14 @@ class TimeObserver:
     def drop(self) -> None:
         """Let go of what was kept."""
         self._call, self._gradients = None, {}
+
+
+def _with_own_weights(rnn: nn.RNNBase) -> nn.RNNBase:
+    """A stand-in for the layer that keeps the weights of this moment (small, and on the slow schedule only)."""
+    twin: nn.RNNBase = object.__new__(type(rnn))
+    weights = {name: nn.Parameter(p.detach().clone(), False) for name, p in rnn._parameters.items() if p is not None}
+    twin.__dict__.update({**rnn.__dict__, "_parameters": weights})
+    return twin
 
 
 def _detached(value: Any) -> Any:

@@ -1,0 +1,641 @@
+"""Training loops of every shape: what is a step, whose gradients it holds, which loss belongs to it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
+
+import flowscope
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
+    torch.manual_seed(0)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+# -- accumulation
+
+
+def test_accumulation_over_micro_batches_equals_one_big_batch() -> None:
+    model, whole = Stack(), data(batch=6)
+    twin = copy.deepcopy(model)
+    for net, parts in ((model, (slice(0, 1), slice(1, 3), slice(3, 6))), (twin, (slice(0, 6),))):
+        optimizer = sgd(net)
+        with watched(net, optimizer) as scope:
+            for part in parts:
+                batch = whole[0][part], whole[1][part]
+                (loss_of(net, batch) * len(batch[0]) / 6).backward()
+            optimizer.step()
+        net.record = scope.records[0]
+    exact = ("grad_norm", "gain", "grad_rms", "act_rms", "cosine_to_input", "token_cosine", "branch_share")
+    for name in (*exact, "param_grad_norm"):
+        close_to(model.record[name], twin.record[name])
+    assert (model.record["backward_calls"] == 3).all()
+
+
+def test_each_accumulated_step_has_its_own_numbers() -> None:
+    model = Stack()
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        for step in range(3):
+            expected = norms(*(truth(model, data(10 * step + i, batch=2 + i)) for i in range(3)))
+            for i in range(3):
+                loss_of(model, data(10 * step + i, batch=2 + i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            close_to(scope.records[step]["grad_norm"], expected)
+
+
+# -- which loss belongs to which step
+
+
+def losses_of_run(order: str, *, given: bool, read: bool = False, evaluate: bool = False) -> tuple[Any, Any]:
+    model = Stack(2)
+    optimizer, expected = sgd(model), []
+    scope = watched(model, optimizer if given else None)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, data(step))
+        loss.backward()
+        expected.append(loss.item())
+        if order == "before":
+            scope.step(loss=loss)
+        optimizer.step()
+        if evaluate:
+            loss_of(model, data(99))
+        if read:
+            assert scope.records[-1].step == step
+        if order == "after":
+            scope.step(loss=loss)
+    scope.close()
+    assert [r.step for r in scope.records] == [0, 1, 2, 3]
+    return [r.loss for r in scope.records], expected
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_loss_is_that_of_its_step(order: str, given: bool) -> None:
+    losses, expected = losses_of_run(order, given=given)
+    close_to(losses, expected)
+
+
+@pytest.mark.parametrize(("read", "evaluate"), [(True, False), (False, True), (True, True)])
+def test_the_loss_finds_its_step_after_reading_and_after_evaluation(read: bool, evaluate: bool) -> None:
+    losses, expected = losses_of_run("after", given=True, read=read, evaluate=evaluate)
+    close_to(losses, expected)
+
+
+def test_several_losses_of_a_step_are_averaged() -> None:
+    model = Stack(2)
+    optimizer, expected = sgd(model), []
+    with watched(model, optimizer) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            losses = []
+            for i in range(2):
+                loss = loss_of(model, data(2 * step + i))
+                loss.backward()
+                scope.step(loss=loss)
+                losses.append(loss.item())
+            optimizer.step()
+            expected.append(np.mean(losses))
+    close_to([r.loss for r in scope.records], expected)
+
+
+def test_a_step_without_loss_has_none_and_numbers_of_every_kind_are_taken() -> None:
+    model = Stack(2)
+    optimizer = sgd(model)
+    given = (None, 2.0, torch.tensor([1.0, 3.0]), np.float32(2.5), torch.tensor(4, dtype=torch.int64))
+    with watched(model, optimizer) as scope:
+        for step, loss in enumerate(given):
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    assert [r.loss for r in scope.records] == [None, 2.0, 2.0, 2.5, 4.0]
+
+
+# -- step numbers
+
+
+def test_step_numbers_are_those_given_and_go_on_from_there() -> None:
+    model = Stack(2)
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        for step in range(5):
+            loss_of(model, data()).backward()
+            optimizer.step()
+            if step == 1:
+                scope.step(loss=1.0, step=100)
+            if step == 3:
+                assert scope.records[-1].step == 102
+                scope.step(step=200)
+    assert [r.step for r in scope.records] == [0, 100, 101, 200, 201]
+
+
+def test_a_number_given_before_the_optimizer_steps_is_that_of_the_step_under_way() -> None:
+    model = Stack(2)
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, data(step))
+            loss.backward()
+            scope.step(loss=loss, step=50 + step)
+            optimizer.step()
+    assert [r.step for r in scope.records] == [50, 51, 52]
+    assert all(np.isfinite(r["grad_norm"]).all() for r in scope.records)
+
+
+# -- optimizers
+
+
+def test_without_an_optimizer_scope_step_marks_manual_updates() -> None:
+    model = Stack()
+    scope = watched(model)
+    for step in range(3):
+        expected = norms(truth(model, data(step)))
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = loss_of(model, data(step))
+        loss.backward()
+        grads = [p.grad.norm() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        scope.step(loss=loss)
+        for p in model.parameters():
+            p.grad = None
+        record = scope.records[step]
+        close_to(record["grad_norm"], expected)
+        close_to(record["param_grad_norm"], grads)
+        change = [(p.detach() - b).norm() / b.norm() for p, b in zip(model.parameters(), before, strict=True)]
+        norm_bias = np.array([float(b.norm()) for b in before]) == 0
+        close_to(record["update_ratio"][~norm_bias], np.array(change)[~norm_bias], rtol=1e-4)
+        assert record.loss == pytest.approx(loss.item())
+    scope.close()
+
+
+def test_an_optimizer_that_is_none_of_torch_is_refused_and_its_steps_are_marked_by_hand() -> None:
+    class Mine:
+        def __init__(self, parameters: Any) -> None:
+            self.parameters = list(parameters)
+
+        def step(self) -> None:
+            with torch.no_grad():
+                for p in self.parameters:
+                    p.sub_(0.1 * p.grad)
+
+    model = Stack()
+    mine = Mine(model.parameters())
+    with pytest.raises(flowscope.FlowscopeError, match=r"scope\.step\(\)"):
+        watched(model, mine)
+    with watched(model) as scope:
+        expected = norms(truth(model, data()))
+        loss_of(model, data()).backward()
+        mine.step()
+        scope.step()
+    close_to(scope.records[0]["grad_norm"], expected)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_two_optimizers_on_one_model_are_one_step(given: bool) -> None:
+    model = Stack()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() != 2]
+    first, second = torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01)
+    alerts: list[Any] = []
+    scope = watched(model, [first, second] if given else None, on_alert=alerts.append)
+    for step in range(3):
+        expected = norms(truth(model, data(step)))
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = loss_of(model, data(step))
+        loss.backward()
+        grads = [float(p.grad.norm()) for p in model.parameters()]
+        first.step()
+        second.step()
+        scope.step(loss=loss)
+        first.zero_grad()
+        second.zero_grad()
+        record = scope.records[-1]
+        assert record.step == step
+        close_to(record["grad_norm"], expected)
+        close_to(record["param_grad_norm"], grads)
+        assert (record["param_optimized"] == 1).all()
+        change = [float((p.detach() - b).norm() / b.norm()) for p, b in zip(model.parameters(), before, strict=True)]
+        for i, (p, ratio) in enumerate(zip(model.parameters(), change, strict=True)):
+            if not given and step == 0 and p.dim() != 2:
+                assert np.isnan(record["update_ratio"][i])  # its optimizer was not known yet
+            elif before[i].norm() > 0:
+                close_to(record["update_ratio"][i], ratio, rtol=1e-4)
+    scope.close()
+    assert not [a for a in alerts if a.kind == "parameters_not_optimized"]
+
+
+def test_an_optimizer_made_anew_takes_the_place_of_the_old_one() -> None:
+    model = Stack(2)
+    with watched(model) as scope:
+        for step in range(4):
+            optimizer = sgd(model)
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(scope._clock.optimizers) == 1
+    assert [r.step for r in scope.records] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["lbfgs", "adamw"])
+def test_closures(kind: str) -> None:
+    model, batch = Stack(3), data()
+    make = {"lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), "adamw": torch.optim.AdamW}[kind]
+    optimizer = make(model.parameters())
+    with watched(model, optimizer) as scope:
+        for step in range(2):
+            gradients: list[list[Tensor]] = []
+            before = [p.detach().clone() for p in model.parameters()]
+
+            def closure(gradients: list[Any] = gradients) -> Tensor:
+                optimizer.zero_grad()
+                gradients.append(truth(model, batch))
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            scope.step(loss=loss)
+            record = scope.records[step]
+            assert len(gradients) == (3 if kind == "lbfgs" else 1)
+            assert (record["backward_calls"] == len(gradients)).all()
+            close_to(record["grad_norm"], norms(*gradients), rtol=2e-5)
+            close_to(record["param_grad_norm"], [float(p.grad.norm()) for p in model.parameters()])
+            for i, (p, b) in enumerate(zip(model.parameters(), before, strict=True)):
+                if b.norm() > 0:
+                    close_to(record["update_ratio"][i], (p.detach() - b).norm() / b.norm(), rtol=1e-4)
+
+
+def test_a_fused_recurrent_layer_is_replayed_when_the_step_has_a_closure() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(IN, D, batch_first=True), nn.Linear(D, OUT)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0])
+
+    records = []
+    for closed in (False, True):
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = sgd(model)
+
+        def closure(model: nn.Module = model) -> Tensor:
+            loss = loss_of(model, data())
+            loss.backward()
+            return loss
+
+        with watched(model, optimizer) as scope:
+            if closed:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        records.append(scope.records[0])
+    assert np.isfinite(records[0]["grad_norm"]).all()
+    close_to(records[1]["grad_norm"], records[0]["grad_norm"])
+
+
+# -- several models
+
+
+class Critic(Stack):
+    def forward(self, x: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+        return super().forward(x, taps).mean((1, 2))
+
+
+class Maker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.out = nn.Linear(IN, D), nn.ModuleList(Block() for _ in range(3)), nn.Linear(D, IN)
+
+    def forward(self, z: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+        x = keep(taps, self.stem(z))
+        for block in self.blocks:
+            x = keep(taps, block(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_gan_counts_each_networks_gradients_in_its_own_step(reuse: bool) -> None:
+    maker, critic = Maker(), Critic(3)
+    of_maker, of_critic = torch.optim.Adam(maker.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 1e-2)
+    with watched(maker, of_maker) as scope_m, watched(critic, of_critic) as scope_c:
+        for step in range(3):
+            real, z = data(step)[0], data(50 + step)[0]
+            fake = maker(z)
+            twin, taps = copy.deepcopy(critic), [[], []]
+            loss = nn.functional.softplus(-twin(real, taps[0])).mean()
+            loss = loss + nn.functional.softplus(twin(fake.detach(), taps[1])).mean()
+            expected = [torch.autograd.grad(loss, t, retain_graph=True) for t in taps]
+            of_critic.zero_grad()
+            nn.functional.softplus(-critic(real)).mean().backward()
+            nn.functional.softplus(critic(fake.detach())).mean().backward()
+            of_critic.step()
+            close_to(scope_c.records[step]["grad_norm"], norms(*expected))
+            assert (scope_c.records[step]["backward_calls"] == 2).all()
+            own: list[Tensor] = []
+            judge = copy.deepcopy(critic)
+            made = copy.deepcopy(maker)(z, own)
+            of_maker.zero_grad()
+            fake = fake if reuse else maker(z)
+            wanted = torch.autograd.grad(nn.functional.softplus(-judge(made)).mean(), own)
+            nn.functional.softplus(-critic(fake)).mean().backward()
+            of_maker.step()
+            close_to(scope_m.records[step]["grad_norm"], norms(wanted), rtol=2e-5)
+            assert (scope_m.records[step]["backward_calls"] == 1).all()
+    assert len(scope_c.records) == len(scope_m.records) == 3
+
+
+def test_two_models_with_one_loss_and_an_optimizer_each() -> None:
+    maker, critic = Maker(), Critic(3)
+    of_maker, of_critic = sgd(maker), sgd(critic)
+    with watched(maker, of_maker) as scope_m, watched(critic, of_critic) as scope_c:
+        for step in range(3):
+            taps: list[list[Tensor]] = [[], []]
+            loss = copy.deepcopy(critic)(copy.deepcopy(maker)(data(step)[0], taps[0]), taps[1]).square().mean()
+            expected = [torch.autograd.grad(loss, t, retain_graph=True) for t in taps]
+            of_maker.zero_grad()
+            of_critic.zero_grad()
+            critic(maker(data(step)[0])).square().mean().backward()
+            of_maker.step()
+            of_critic.step()
+            close_to(scope_m.records[step]["grad_norm"], norms(expected[0]))
+            close_to(scope_c.records[step]["grad_norm"], norms(expected[1]))
+
+
+# -- what changes while attached
+
+
+def test_parameters_frozen_and_unfrozen_later() -> None:
+    model = Stack(4)
+    optimizer = sgd(model)
+    frozen = [model.embed, *model.blocks[:2]]
+    with watched(model, optimizer) as scope:
+        for step, on in enumerate([True, False, True]):
+            for module in frozen:
+                module.requires_grad_(on)
+            twin, taps = copy.deepcopy(model), []
+            loss = loss_of(twin, data(step), taps)
+            seen = [t for t in taps if t.requires_grad]
+            expected = norms(torch.autograd.grad(loss, seen))
+            optimizer.zero_grad()
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+            record = scope.records[step]
+            missing = len(taps) - len(seen)
+            assert missing == (0 if on else 3)
+            assert np.isnan(record["grad_norm"][:missing]).all()
+            close_to(record["grad_norm"][missing:], expected)
+            trainable = [float(p.requires_grad) for p in model.parameters()]
+            np.testing.assert_array_equal(record["param_trainable"], trainable)
+            without = [p.grad is None for p in model.parameters()]
+            np.testing.assert_array_equal(np.isnan(record["param_grad_norm"]), without)
+
+
+def test_parameters_replaced_after_attaching() -> None:
+    model = Stack(2)
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        loss_of(model, data()).backward()
+        optimizer.step()
+        model.load_state_dict({k: v.clone() * 2 for k, v in model.state_dict().items()}, assign=True)
+        model.head.weight = nn.Parameter(torch.randn(OUT, D))
+        expected, norm = norms(truth(model, data())), model.head.weight.norm().item()
+        loss_of(model, data()).backward()
+        grads = [float(p.grad.norm()) for p in model.parameters()]
+        optimizer.step()  # still the old tensors
+    record = scope.records[1]
+    close_to(record["grad_norm"], expected)
+    close_to(record["param_grad_norm"], grads)
+    assert record["param_norm"][record.labels("param_norm").index("head.weight")] == pytest.approx(norm)
+    assert (record["param_optimized"] == 0).all()
+
+
+def test_a_submodule_replaced_after_attaching() -> None:
+    model = Stack(2)
+    with watched(model) as scope:
+        model.head = nn.Linear(D, OUT)
+        optimizer = sgd(model)
+        loss_of(model, data()).backward()
+        optimizer.step()
+    record = scope.records[0]
+    at = record.labels("param_grad_norm").index("head.weight")
+    close_to(record["param_grad_norm"][at], model.head.weight.grad.norm())
+
+
+def test_a_model_moved_to_another_dtype_after_attaching() -> None:
+    model = Stack(3)
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        loss_of(model, data()).backward()
+        optimizer.step()
+        model.double()
+        optimizer.zero_grad()
+        batch = tuple(t.double() for t in data(1))
+        expected = norms(truth(model, batch))
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, batch).backward()
+        optimizer.step()
+    close_to(scope.records[1]["grad_norm"], expected)
+    change = [(p.detach() - b).norm() / b.norm() for p, b in zip(model.parameters(), before, strict=True)]
+    close_to(scope.records[1]["update_ratio"], change, rtol=1e-4)
+
+
+def test_a_submodule_called_without_the_root() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Stack(3)
+
+    model = Both()
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        for step in range(2):
+            expected = norms(truth(model.encoder, data(step)), truth(model.encoder, data(10 + step)))
+            optimizer.zero_grad()
+            loss_of(model.encoder, data(step)).backward()
+            with torch.no_grad():
+                loss_of(model.encoder, data(99))
+            loss_of(model.encoder, data(10 + step)).backward()
+            optimizer.step()
+            close_to(scope.records[step]["grad_norm"], expected)
+
+
+# -- exceptions, pauses
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError("in the middle of backward")
+
+
+class Fragile(Block):
+    fail = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail == "forward":
+            raise MemoryError("in the middle of forward")
+        return super().forward(Breaks.apply(x) if self.fail == "backward" else x)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "after"])
+def test_an_exception_in_the_middle_of_a_step_leaves_nothing_in_the_next(place: str) -> None:
+    model = Stack(4, Fragile)
+    optimizer = sgd(model)
+    with watched(model, optimizer) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1:
+                model.blocks[1].fail = place
+                if place == "after":
+                    loss_of(model, data(77)).backward()  # and the loop skips this batch
+                else:
+                    with pytest.raises(MemoryError):
+                        loss_of(model, data(77)).backward()
+                model.blocks[1].fail = ""
+                optimizer.zero_grad()
+            expected = norms(truth(model, data(step)))
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+            close_to(scope.records[step]["grad_norm"], expected)
+            assert (scope.records[step]["backward_calls"] == 1).all()
+
+
+def test_pausing_between_and_within_steps() -> None:
+    model = Stack(2)
+    optimizer = sgd(model)
+
+    def half(seed: int) -> None:
+        loss_of(model, data(seed)).backward()
+
+    with watched(model, optimizer) as scope:
+        for step in range(8):
+            optimizer.zero_grad()
+            if step == 2:
+                scope.pause()
+            if step == 4:
+                scope.resume()  # between steps: this one is whole
+            expected = norms(truth(model, data(step)), truth(model, data(20 + step)))
+            half(step)
+            if step == 5:
+                scope.pause()
+            if step == 6:
+                scope.resume()  # half of step 6 was missed: from 7 on
+            half(20 + step)
+            optimizer.step()
+            if step in (0, 1, 4, 7):
+                assert scope.records[-1].step == step
+                close_to(scope.records[-1]["grad_norm"], expected)
+    assert [r.step for r in scope.records] == [0, 1, 4, 7]
+
+
+# -- time and memory
+
+
+def test_ten_thousand_forwards_leave_nothing_behind() -> None:
+    model = nn.Sequential(nn.Linear(IN, D), nn.ReLU(), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, OUT))
+    optimizer = sgd(model, 1e-4)
+
+    def held(scope: Any) -> list[int]:
+        observation = scope._observation
+        sizes = [len(scope._pending), len(observation.units._counted), len(observation.hooks._leaves)]
+        sizes += [len(getattr(flow, name)) for flow in observation.flows for name in ("rows", "_executed", "grams")]
+        return [*sizes, len(scope._hooks._handles), sum(len(m._forward_hooks) for m in model.modules())]
+
+    x, y = torch.randn(B, IN), torch.randn(B, OUT)
+    with watched(model, optimizer, config={"max_records": 5, "slow_every": 3}) as scope:
+        sizes = []
+        for step in range(300):
+            optimizer.zero_grad()
+            for _ in range(2):
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if step in (20, 299):
+                gc.collect()
+                sizes.append((held(scope), sum(issubclass(type(o), Tensor) for o in gc.get_objects())))
+        assert len(scope.records) == 5
+    assert sizes[0][0] == sizes[1][0]
+    assert sizes[1][1] <= sizes[0][1]
+
+
+@pytest.mark.parametrize("every", [1, lambda step: False])
+def test_no_activation_lives_past_backward(every: Any) -> None:
+    model = Stack(3)
+    optimizer = sgd(model)
+    references: list[Callable[[], Any]] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda m, i, o: references.append(weakref.ref(o.untyped_storage())))
+    with watched(model, optimizer, every=every):
+        loss = loss_of(model, data())
+        loss.backward()
+        assert len(references) == 3
+        assert [r() for r in references] == [None] * 3
+        optimizer.step()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_scope_and_model_are_freed(close: bool) -> None:
+    model = Stack(3)
+    optimizer = sgd(model)
+    scope = watched(model, optimizer)
+    loss_of(model, data()).backward()
+    optimizer.step()
+    if close:
+        scope.close()
+        alive = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert [r() for r in alive] == [None, None]  # while the scope is still there to be read
+        assert scope.records[0].step == 0
+        alive = (weakref.ref(scope),)
+        del scope
+    else:
+        alive = weakref.ref(scope), weakref.ref(model)
+        del scope, model, optimizer
+    gc.collect()
+    assert all(r() is None for r in alive)
+
+
+def test_a_scope_that_is_not_kept_goes_on_observing() -> None:
+    model, events = Stack(2), []
+
+    class Sink:
+        def write(self, event: Any) -> None:
+            events.append(type(event).__name__)
+
+        def close(self) -> None: ...
+
+    watched(model, sinks=[Sink()])
+    gc.collect()
+    optimizer = sgd(model)
+    for step in range(3):
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    assert events.count("Record") == 2  # the last waits for its loss
+    assert T == 5
