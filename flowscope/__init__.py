@@ -7,7 +7,11 @@
     scope.close()
 
     watch               attach to a model, return a Scope
+    wrap, unwrap        put gates or hyper-connections around the sub-layers of a model, in place; and take them off
+    is_wrapped          whether a model is wrapped; connections(model) lists (path, connection)
     find_flows          what watch would use as the depth axis, printable
+    find_sites          what wrap would replace, printable
+    param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
     jacobian_spectrum   singular values of the Jacobian of the last hidden state by the first
     WatchConfig         every setting and limit
     Record, Alert       what a sampled step says; what a detector found
@@ -26,7 +30,10 @@ from flowscope.errors import FlowscopeError
 
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig
+    from flowscope.connections.training import clip_grad_norm_, param_groups, warmup_steps
+    from flowscope.connections.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.discovery.flows import find_flows
+    from flowscope.discovery.sites import find_sites
     from flowscope.probes.jacobian import jacobian_spectrum
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
@@ -34,6 +41,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "watch": "flowscope.scope",
     "Scope": "flowscope.scope",
+    "wrap": "flowscope.connections.wrapping",
+    "unwrap": "flowscope.connections.wrapping",
+    "is_wrapped": "flowscope.connections.wrapping",
+    "connections": "flowscope.connections.wrapping",
+    "find_sites": "flowscope.discovery.sites",
+    "param_groups": "flowscope.connections.training",
+    "warmup_steps": "flowscope.connections.training",
+    "clip_grad_norm_": "flowscope.connections.training",
     "find_flows": "flowscope.discovery.flows",
     "jacobian_spectrum": "flowscope.probes.jacobian",
     "WatchConfig": "flowscope.config",
@@ -48,9 +63,17 @@ __all__ = [
     "Scope",
     "WatchConfig",
     "__version__",
+    "clip_grad_norm_",
+    "connections",
     "find_flows",
+    "find_sites",
+    "is_wrapped",
     "jacobian_spectrum",
+    "param_groups",
+    "unwrap",
+    "warmup_steps",
     "watch",
+    "wrap",
 ]
 
 

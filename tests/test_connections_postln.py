@@ -130,7 +130,7 @@ def test_the_blocks_norm_is_a_reference_and_follows_a_deep_copy():
     block.norms, block.connection = norms, stack("post", list(norms))[1]
     assert not any("existing" in name for name, _ in block.connection.named_parameters())
     twin = copy.deepcopy(block)
-    assert twin.connection.outer_norm(0) is twin.norms[2]
+    assert twin.connection.norm_after(0) is twin.norms[2]
 
 
 def test_post_norm_without_its_module_is_refused():

@@ -109,7 +109,8 @@ def common_dtype(x: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
 class Connection(nn.Module):
     """The plain residual `x + f`, and the interface of every other rule (see the module's docstring).
 
-    The carry's factor per site, whose product over depth is `shortcut_product`, is 1.
+    The carry's factor per site, whose product over depth is `shortcut_product`, is 1 where no norm follows, else
+    gamma / rms(x + f), x + f observed as "norm_input".
 
     Attributes:
         sites: merge sites of the block.
@@ -136,6 +137,12 @@ class Connection(nn.Module):
         self.norm_kinds = context.norm_kinds
         self.bypass_outer: tuple[bool, ...] = (False,) * context.sites
         self.alpha: tuple[float, ...] = (1.0,) * context.sites
+        # A tuple in a tuple: the norms stay children of the block, under their own names.
+        self.existing_norms = (context.outer_norms,)
+
+    def norm_after(self, site: int) -> nn.Module | None:
+        """Return the norm that what `merge` made at a site goes through next, None where there is none."""
+        return self.existing_norms[0][site]
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Return what the block's own code sees as x, and the state to carry."""
@@ -144,7 +151,10 @@ class Connection(nn.Module):
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return what the block's code sees instead of `x + f` at this site, and the new state."""
         self.observe_site(site, x, f)
-        return x + f, state
+        y = x + f
+        if self.norm_kinds[site] == "post":
+            self.observe(site, "norm_input", y)
+        return y, state
 
     def end(self, y: Tensor, state: State) -> Tensor:
         """Return what travels to the next block, from what the block's code returned."""

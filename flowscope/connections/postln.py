@@ -47,8 +47,6 @@ class KeelPostLNConnection(Connection):
                     f"wrap(mode='keel-postln'): site {k} is post-norm and its norm is not a module of the block, so "
                     "it cannot become the outer norm. Use mode='keel' or mode='deepnorm'."
                 )
-        # A plain tuple: the norms stay children of the block, under their own names.
-        self.existing_norms = (context.outer_norms,)
         self.inner = nn.ModuleDict({str(k): _rms_norm(context) for k in range(self.sites) if self.inner_sites[k]})
         self.outer = nn.ModuleDict(
             {str(k): _rms_norm(context) for k in range(self.sites) if self.outer_sites[k] and kinds[k] != "post"}
@@ -69,7 +67,7 @@ class KeelPostLNConnection(Connection):
             seen = self._seen(site + 1, y) if site + 1 < self.sites else y
         return seen, y
 
-    def outer_norm(self, site: int) -> nn.Module | None:
+    def norm_after(self, site: int) -> nn.Module | None:
         """Return the norm applied after a site, ours or the block's; None at the first two sub-layers."""
         if not self.outer_sites[site]:
             return None
@@ -78,7 +76,7 @@ class KeelPostLNConnection(Connection):
 
     def _normed(self, site: int, z: Tensor) -> Tensor:
         self.observe(site, "norm_input", z)
-        norm = self.outer_norm(site)
+        norm = self.norm_after(site)
         assert norm is not None
         if self.bypass_outer[site]:
             y: Tensor = norm(z)

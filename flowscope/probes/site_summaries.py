@@ -1,0 +1,85 @@
+"""From sums at merge sites to metrics, on the host: gate statistics, composite mixing, the carry's product (numpy only).
+
+Axis letters: K merge sites of a flow in depth order, S streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowscope.probes import site_statistics as s
+
+Array = NDArray[np.float64]
+
+
+def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:
+    """gate_mean, gate_std, gate_p05, gate_p95 of t = sigmoid(logit), and gate_saturation (share of |logit| > 5), each [K].
+
+    Quantiles are those of the logit's buckets (width 0.5, interpolated), so within .0625 of t where t is steepest.
+    """
+    out = {name: np.full(len(rows), np.nan) for name in ("gate_mean", "gate_std", "gate_p05", "gate_p95", "gate_saturation")}
+    for k, row in enumerate(rows):
+        if row is None or not row[0] > 0:
+            continue
+        count, total, square, saturated = row[:4]
+        mean = total / count
+        out["gate_mean"][k] = mean
+        out["gate_std"][k] = np.sqrt(max(0.0, square / count - mean * mean))
+        out["gate_saturation"][k] = saturated / count
+        for name, q in (("gate_p05", 0.05), ("gate_p95", 0.95)):
+            out[name][k] = 1.0 / (1.0 + np.exp(-_bucket_quantile(row[5 : s.GATE_COLUMNS], q)))
+    return out
+
+
+def _bucket_quantile(counts: Array, q: float) -> float:
+    width = 2 * s.LOGIT_RANGE / s.LOGIT_BUCKETS
+    cumulative = np.cumsum(counts)
+    rank = q * cumulative[-1]
+    bucket = int(np.searchsorted(cumulative, rank, side="left"))
+    inside = (rank - (cumulative[bucket] - counts[bucket])) / counts[bucket]
+    return float(-s.LOGIT_RANGE + width * (bucket + inside))
+
+
+def highway_factor(row: Array | None) -> float:
+    """The carry's factor of a highway gate: exp(mean log(1 - t))."""
+    return float(np.exp(row[4] / row[0])) if row is not None and row[0] > 0 else float("nan")
+
+
+def norm_factor(row: Array | None, alpha: float) -> float:
+    """The carry's factor at a norm after the add: alpha * gamma / rms(z), the geometric mean over positions."""
+    return float(alpha * np.exp(row[1] / row[0])) if row is not None and row[0] > 0 else float("nan")
+
+
+def shortcut_product(factors: Sequence[float]) -> Array:
+    """[K]: at site k the product of the carry's factors from k to the flow's end."""
+    return np.cumprod(np.asarray(factors, dtype=np.float64)[::-1])[::-1].copy()
+
+
+def mixing_metrics(matrices: Array) -> dict[str, Array]:
+    """Metrics of the residual mappings H_k [K, S, S] (rows = output stream; means over positions), each [K].
+
+    With F_k = H_k ... H_0 (what the input becomes) and G_k = H_{K-1} ... H_k (what reaches the output):
+    mix_gain_forward = max_i |sum_j F_k[i, j]|, mix_gain_backward = max_j |sum_i G_k[i, j]| (mHC, 2512.24880, literally);
+    *_norm with the absolute value inside the sum (the true infinity norm); mix_colsum_min = min_j sum_i G_k[i, j];
+    mix_identity_distance = |H_k - I|_F; shortcut_product = (1^T G_k 1) / S, what is left of a carry that all streams share.
+    """
+    count, streams = matrices.shape[0], matrices.shape[-1]
+    names = ("mix_gain_forward", "mix_gain_forward_norm", "mix_gain_backward", "mix_gain_backward_norm", "mix_colsum_min")
+    out = {name: np.full(count, np.nan) for name in (*names, "shortcut_product")}
+    composite = np.eye(streams)
+    for k in range(count):
+        composite = matrices[k] @ composite
+        out["mix_gain_forward"][k] = np.abs(composite.sum(1)).max()
+        out["mix_gain_forward_norm"][k] = np.abs(composite).sum(1).max()
+    composite = np.eye(streams)
+    for k in reversed(range(count)):
+        composite = composite @ matrices[k]
+        out["mix_gain_backward"][k] = np.abs(composite.sum(0)).max()
+        out["mix_gain_backward_norm"][k] = np.abs(composite).sum(0).max()
+        out["mix_colsum_min"][k] = composite.sum(0).min()
+        out["shortcut_product"][k] = composite.sum() / streams
+    out["mix_identity_distance"] = np.linalg.norm(matrices - np.eye(streams), axis=(1, 2))
+    return out

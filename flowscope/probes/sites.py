@@ -1,0 +1,252 @@
+"""What `watch` sees of wrapped blocks: their connections hand gates, norm inputs and mixing matrices to an observer.
+
+The same deposit on backward as for points: sums made in the forward are added when the observed tensor's gradient
+arrives, so checkpointing, accumulation and evaluation passes are counted rightly.
+
+Axis letters: K merge sites of a flow in depth order, S streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.plan import display_path
+from flowscope.probes import site_statistics, site_summaries, statistics, summaries
+from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.deposit import Switch, full_precision
+from flowscope.probes.hooks import MASK, Hooks
+from flowscope.probes.layout import is_compiling
+from flowscope.probes.statistics import Positions
+
+Array = NDArray[np.float64]
+Kind = str
+"""What a row holds: "gate", "norm", "mix", "write", "streams" or "input"."""
+
+
+class SiteHook:
+    """The `observer` of one connection; inert in any copy or pickle of the model."""
+
+    def __init__(self, observer: SiteObserver, first: int) -> None:
+        self._observer, self._first = observer, first
+
+    def __call__(self, site: int, name: str, tensor: Tensor) -> None:
+        """Hand a tensor on, guarded."""
+        observer = self._observer
+        if not observer.switch.sampling or observer.switch.paused or MASK.on or observer.part in observer.faults.failed:
+            return
+        try:
+            observer.see(self._first + site, name, tensor)
+        except Exception as error:
+            observer.faults.report(observer.part, error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """See `hooks.Hook`."""
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """See `__reduce__`."""
+        return contextlib.nullcontext().__exit__
+
+
+class SiteObserver:
+    """The merge sites of one wrapped flow: its connections in depth order.
+
+    Args:
+        connections: (path, connection) of the blocks of one flow; from the one that expands to the one that reduces.
+        flow: the flow's name.
+    """
+
+    def __init__(
+        self, connections: Sequence[tuple[str, Any]], flow: str, config: WatchConfig, switch: Switch, hooks: Hooks
+    ) -> None:
+        self.flow, self.switch, self.hooks, self.faults = flow, switch, hooks, hooks.faults
+        self.part = f"sites {flow}"
+        self._positions = config.positions
+        self._connections = [connection for _, connection in connections]
+        self.mode: str = self._connections[0].mode
+        self.streams: int = self._connections[0].streams
+        self.labels: list[str] = []
+        self.owners: list[tuple[str, Any, int]] = []
+        self._norms: list[nn.Module | None] = []
+        for path, connection in connections:
+            block = display_path(path.rpartition(".")[0])
+            connection.observer = SiteHook(self, len(self.labels))
+            for site in range(connection.sites):
+                self.labels.append(f"{block}#{site}")
+                self.owners.append((display_path(path), connection, site))
+                self._norms.append(connection.norm_after(site))
+        self.buffer = DepositBuffer(max(site_statistics.GATE_COLUMNS, statistics.COLUMNS, 1 + self.streams**2))
+        self._rows: dict[tuple[int, Kind], int] = {}
+        self._previous: tuple[int, Positions] | None = None
+        self._origin: Positions | None = None
+
+    def close(self) -> None:
+        """Take the observers off again."""
+        for connection in self._connections:
+            if isinstance(connection.__dict__.get("observer"), SiteHook):
+                del connection.observer
+
+    def see(self, k: int, name: str, tensor: Tensor) -> None:
+        """Register the deposit of what a connection shows at site k."""
+        if not tensor.requires_grad:
+            return
+        with full_precision(tensor):
+            sums = self._sums(k, name, tensor)
+        if sums is not None:
+            kind, start, values = sums
+            self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
+
+    def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Tensor] | None:
+        _, connection, _ = self.owners[k]
+        norm = self._norms[k]
+        if name == "gate_logit":
+            return "gate", 0, site_statistics.gate_sums(tensor)
+        if name == "norm_input" and norm is not None:
+            return "norm", 0, site_statistics.norm_sums(tensor, connection.axis, norm)
+        if name == "residual_mix":
+            return "mix", 0, site_statistics.matrix_sums(tensor)
+        if name == "write":
+            return "write", 0, site_statistics.matrix_sums(tensor)
+        if name == "streams":
+            return "streams", 0, site_statistics.stream_cosine_sums(tensor, self._positions)
+        if name == "branch_input":
+            return "input", statistics.TO_INPUT, self._between(k, tensor, connection.axis)
+        return None
+
+    def _between(self, k: int, x: Tensor, axis: int) -> Tensor:
+        """The statistics between the sub-layer inputs of neighbouring sites (hyper-connections paper, figure 3)."""
+        sequence = x.dim() == 3 and axis == -1
+        now = statistics.sample_positions(x, axis, self._positions, sequence=sequence)
+        if is_compiling():
+            return statistics.depth_statistics(None, now, None)
+        if k == 0:
+            self._origin = now
+        before = self._previous[1] if self._previous is not None and self._previous[0] == k - 1 else None
+        self._previous = (k, now)
+        same = [p if p is not None and p.values.shape == now.values.shape else None for p in (before, self._origin)]
+        return statistics.depth_statistics(same[0], now, same[1])
+
+    def _deposit(self, row: tuple[int, Kind], start: int, values: Tensor, gradient: Tensor) -> None:
+        del gradient
+        if row not in self._rows:
+            self._rows[row] = self.buffer.new_row()
+        self.buffer.add(self._rows[row], start, values)
+
+    def forget(self) -> None:
+        """Drop what was deposited and remembered."""
+        self.buffer.clear()
+        self._previous = self._origin = None
+
+    def metrics(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
+        """Return name -> (values, labels) from what the buffer held at the end of the step."""
+        out: dict[str, tuple[Array, list[str]]] = {}
+
+        def rows(kind: Kind) -> list[Array | None]:
+            places = [self._rows.get((k, kind)) for k in range(len(self.labels))]
+            return [sums[p] if p is not None and p < len(sums) and sums[p].any() else None for p in places]
+
+        def add(metrics: dict[str, Array]) -> None:
+            out.update({name: (values, self.labels) for name, values in metrics.items()})
+
+        gates = rows("gate")
+        if any(row is not None for row in gates):
+            add(site_summaries.gate_metrics(gates))
+        if self.mode in ("keel-postln", "deepnorm"):
+            add({"alpha": np.array([connection.alpha[site] for _, connection, site in self.owners])})
+        if self.streams:
+            self._mixing(rows, add, out)
+            between = rows("input")
+            if len(self.labels) > 1:
+                held = np.stack([r if r is not None else np.zeros(sums.shape[1]) for r in between])
+                depth = summaries.depth_metrics(held[:, : statistics.COLUMNS])
+                for name in ("cosine", "cosine_p05", "cosine_p95"):
+                    out[name] = (depth[name], self.labels[1:])
+                add({name: depth[name] for name in ("cosine_to_input", "token_cosine")})
+        else:
+            add({"shortcut_product": site_summaries.shortcut_product(self._factors(gates, rows("norm")))})
+        return out
+
+    def _factors(self, gates: list[Array | None], norms: list[Array | None]) -> list[float]:
+        """The carry's factor at each site, as each mode's connection documents it."""
+        factors: list[float] = []
+        for k, (_, connection, site) in enumerate(self.owners):
+            if self.mode == "highway":
+                factors.append(site_summaries.highway_factor(gates[k]))
+            elif self._norms[k] is not None and self.mode != "keel":
+                factors.append(site_summaries.norm_factor(norms[k], connection.alpha[site]))
+            else:
+                factors.append(1.0)
+        return factors
+
+    def _mixing(
+        self,
+        rows: Callable[[Kind], list[Array | None]],
+        add: Callable[[dict[str, Array]], None],
+        out: dict[str, tuple[Array, list[str]]],
+    ) -> None:
+        side = self.streams
+        mixes, writes, cosines = rows("mix"), rows("write"), rows("streams")
+        if all(row is not None for row in mixes):
+            means = np.stack([r[1 : 1 + side * side] / r[0] for r in mixes if r is not None]).reshape(-1, side, side)
+            add(site_summaries.mixing_metrics(means))
+            out["mix_matrix"] = (means, self.labels)
+        add(
+            {
+                "branch_weight": np.array([np.nan if r is None else r[1 : 1 + side].mean() / r[0] for r in writes]),
+                "stream_cosine": np.array([np.nan if r is None else r[1] / r[0] for r in cosines]),
+            }
+        )
+
+    def gradient_groups(self) -> list[tuple[str, list[str], list[str]]]:
+        """Per connection: label, names of its static parameters, names of its generators (for connection_grad_norm)."""
+        groups = []
+        seen: set[int] = set()
+        for path, connection, _ in self.owners:
+            if id(connection) in seen:
+                continue
+            seen.add(id(connection))
+            static = [f"{path}.{name}" for name, _ in connection.static_parameters()]
+            generators = [f"{path}.{name}" for name, _ in connection.generator_parameters()]
+            if static or generators:
+                groups.append((path, static, generators))
+        return groups
+
+
+def group_by_flow(connections: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[tuple[str, list[Any]]]:
+    """Cut a model's connections into flows: each begins at a connection that is the first of its flow.
+
+    The name is that of the watched flow that holds the blocks, else the container's path.
+    """
+    groups: list[tuple[str, list[Any]]] = []
+    for path, connection in connections:
+        if getattr(connection, "first", False) or not groups:
+            block = display_path(path.rpartition(".")[0])
+            name = next((n for n in names if block.startswith(f"{n}.")), block.rpartition(".")[0] or block)
+            groups.append((name, []))
+        groups[-1][1].append((path, connection))
+    return groups
+
+
+def grad_norms(groups: list[tuple[str, list[str], list[str]]], norms: dict[str, float]) -> dict[str, tuple[Array, list[str]]]:
+    """connection_grad_norm and connection_grad_norm_generators per connection, from the parameters' gradient norms."""
+    if not groups:
+        return {}
+    labels = [label for label, _, _ in groups]
+
+    def joint(names: list[str]) -> float:
+        values = [norms[name] for name in names if not np.isnan(norms.get(name, np.nan))]
+        return float(np.sqrt(np.sum(np.square(values)))) if values else float("nan")
+
+    out = {"connection_grad_norm": (np.array([joint(static) for _, static, _ in groups]), labels)}
+    if any(generators for _, _, generators in groups):
+        values = np.array([joint(generators) for _, _, generators in groups])
+        out["connection_grad_norm_generators"] = (values, labels)
+    return out
