@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope._version import __version__
+from flowscope.connections.wrapping import connections
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import DetectorSet
 from flowscope.discovery.flows import find_flows
@@ -148,7 +149,7 @@ class Scope:
         self._sinks_closed = False
         try:
             self._add_own_sinks(log_dir)
-            self._observation = Observation(model, self.flows, self.config, self._hooks)
+            self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model))
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:
@@ -267,12 +268,14 @@ class Scope:
             self._faults.guard("records", self._finish_pending, True)
         finally:
             self._hooks.close()
+            self._observation.close()
             if self._scaler is not None:
                 self._scaler.close()
             if (model := self._model()) is not None:
                 _WATCHED.pop(model, None)
             # what is still in some graph deposits nowhere, and the scope keeps neither model nor optimizer alive
             self._observation.switch.paused = True
+            self._faults.guard("records", self._observation.close)
             self._pending.clear()
             if not self._working:
                 self._release()

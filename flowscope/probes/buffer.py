@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,11 +31,20 @@ class DepositBuffer:
         self.rows += 1
         return self.rows - 1
 
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Allocate all rows reserved so far on these devices: what a compiled hook adds to must exist before."""
+        for device in devices:
+            held = self._tensors.get(device)
+            if held is None or held.shape[0] < self.rows:
+                self._grow(device)
+
     def add(self, row: int, at: int, sums: Tensor | tuple[float, ...]) -> None:
         """Add sums to a row from column `at` on: a tensor on its device, plain numbers on the host."""
         device = sums.device if isinstance(sums, Tensor) else _HOST
         held = self._tensors.get(device)
         if held is None or held.shape[0] <= row:
+            if torch.compiler.is_compiling():
+                return  # a traced hook must not allocate: better no number than a broken compilation
             held = self._grow(device)
         if isinstance(sums, Tensor):
             held[row, at : at + sums.shape[0]].add_(sums)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import FlowPlan
 from flowscope.probes import matrices, summaries
+from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
 from flowscope.probes.deposit import Canary, FlowObserver, PointKey, Switch
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.recurrent import Replay
+from flowscope.probes.sites import SiteObserver, grad_norms, group_by_flow
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.units import RECTIFIED_SHARE, UnitObserver, UnitProbe
@@ -32,7 +34,14 @@ MATRIX_POINTS = 128
 class Observation:
     """The probes of one model, and the switch that turns them on for a step."""
 
-    def __init__(self, model: nn.Module, plan: FlowPlan, config: WatchConfig, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: FlowPlan,
+        config: WatchConfig,
+        hooks: Hooks,
+        connections: Sequence[tuple[str, nn.Module]] = (),
+    ) -> None:
         self.model, self.plan, self.config, self.hooks = model, plan, config, hooks
         self.faults = hooks.faults
         self.switch = Switch()
@@ -48,11 +57,24 @@ class Observation:
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._forwards_at_begin = 0
         self._missed = self._resuming = False
+        names = [flow.name for flow in plan]
+        self.sites = [
+            SiteObserver(group, name, config, self.switch, hooks)
+            for name, group in group_by_flow(connections, names)
+        ]
+        self.alignments = [
+            AlignmentObserver(model, flow, self.switch, hooks)
+            for flow in plan
+            if config.branch_alignment and flow.kind in ("blocks", "stage")
+        ]
         hooks.before(model, "root hook", self._root, first=True)
         if any(kind in config.metrics for kind in ("flow", "depth")):
             self._observe_flows()
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
+        devices = {parameter.device for parameter in model.parameters()}
+        for buffer in (self.buffer, self.canary.buffer, *(site.buffer for site in self.sites)):
+            buffer.prepare(devices)
 
     def _observe_flows(self) -> None:
         owners: dict[str, FlowObserver] = {}
@@ -68,6 +90,8 @@ class Observation:
                 borrowed[flow.entry] = owners[flow.entry]
             observer = make(flow, hooks=self.hooks, buffer=self.buffer, borrowed=borrowed)
             observer.on_drop = self.drop
+            # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (probes/sites.py)
+            observer.depth = observer.depth and all(not s.streams for s in self.sites if s.flow == flow.name)
             built[flow.name] = observer
             if flow.kind != "network":
                 owners.update(dict.fromkeys(flow.outputs, observer))
@@ -107,6 +131,8 @@ class Observation:
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
         self.buffer.clear()
+        for site in self.sites:
+            site.buffer.clear()
         for flow in self.flows:
             flow.grams.clear()
             flow.slices.clear()
@@ -153,6 +179,10 @@ class Observation:
             flow.forget()
         for time in self.times:
             time.drop()
+        for site in self.sites:
+            site.forget()
+        for alignment in self.alignments:
+            alignment.take()
         if self.units is not None:
             self.units.end_step()
             self.faults.guard("units", self.units.take)
@@ -173,6 +203,12 @@ class Observation:
         """The weights have changed."""
         if self.parameters is not None:
             self.faults.guard("parameters", self.parameters.after_step)
+
+    def close(self) -> None:
+        """Take off what the model's hooks do not cover, and let go of everything."""
+        self.drop()
+        for site in self.sites:
+            site.close()
 
     def replay_time(self) -> list[tuple[TimeObserver, Replay]]:
         """Replay the fused recurrent layers, while their weights are still those of the forward."""
@@ -214,6 +250,8 @@ class Snapshot:
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
         ]
+        self._sites = [(site, self._keep(site.buffer.take())) for site in observation.sites]
+        self._alignments = [(a, a.take()) for a in observation.alignments]
         self._points = {id(flow): flow.points() for flow in observation.flows}
         self._calls = {id(f): (dict(f.forward_calls), dict(f.tracked_calls)) for f in observation.flows}
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
@@ -265,11 +303,7 @@ class Snapshot:
     def record(self, step: int) -> tuple[Record, list[FlowLayout]]:
         """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
         host = self._copy.read()
-        held = host[self._rows]
-        height = max((len(part) for part in held), default=0)
-        rows = np.zeros((height, COLUMNS))
-        for part in held:
-            rows[: len(part)] += part
+        rows = added(host[self._rows], COLUMNS)
         out = _Builder(step)
         for flow in self._observation.flows:
             self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
@@ -299,6 +333,14 @@ class Snapshot:
         for name, values in metrics.items():
             out.add(name, values, labels if len(values) == len(points) else labels[1:])
         self._slow(out, flow, points, labels, host)
+        for site, where in self._sites:
+            if site.flow == flow.flow.name and self._observation.faults.alive(site.part):
+                sums = added(host[where], site.buffer.columns)
+                for name, (values, names) in site.metrics(sums).items():
+                    out.add(name, values, names)
+        for alignment, values in self._alignments:
+            if alignment.flow is flow.flow and values is not None:
+                out.add("branch_alignment", values, alignment.labels)
 
     def _slow(
         self, out: _Builder, flow: FlowObserver, points: list[PointKey], labels: list[str], host: list[Array]
@@ -331,6 +373,13 @@ class Snapshot:
                 out.add(name, array, names)
             for name, array in zip(("param_trainable", "param_optimized"), self._wiring, strict=True):
                 out.add(name, array, names)
+            out.add("param_is_norm", observation.parameters.is_norm, names)
+            norms = dict(zip(names, out.values("param_grad_norm"), strict=True))
+            for site, _ in self._sites:
+                out.within(site.flow)
+                for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
+                    out.add(name, array, labels)
+            out.family()
 
     def _unit_family(self, out: _Builder, host: list[Array]) -> None:
         observation = self._observation
@@ -342,6 +391,14 @@ class Snapshot:
         )
         for name, array in metrics.items():
             out.add(name, array, labels[name])
+
+
+def added(parts: list[Array], columns: int) -> Array:
+    """The rows that several devices hold, added up."""
+    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
+    for part in parts:
+        rows[: len(part)] += part
+    return rows
 
 
 class _Builder:
@@ -357,6 +414,14 @@ class _Builder:
         """What is added from here on belongs to this flow."""
         self._flow = layout.name if self.layouts else None
         self.layouts.append(layout)
+
+    def within(self, flow: str) -> None:
+        """What is added from here on belongs to this flow, which was added before."""
+        self._flow = None if self.layouts and self.layouts[0].name == flow else flow
+
+    def values(self, name: str) -> Array:
+        """A metric that was added."""
+        return self._record.metrics[name]
 
     def family(self) -> None:
         """What is added from here on belongs to no flow."""

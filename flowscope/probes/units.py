@@ -2,7 +2,8 @@
 
 A unit (one feature or channel) is dead in a step when it was zero at every position of every micro-batch. A unit is
 saturated at a position when its derivative is small: |tanh z| > tanh 2.5, sigmoid outside (sigmoid -5, sigmoid 5).
-A rectifier that is a function call has no module: it is seen at the input of the next parametrised module.
+A rectifier that is a function call has no module: it is seen at the input of the next parametrised module. Compiled
+code is not watched for units: how many there are is known only once it runs.
 
 Axis letters: B batch, T positions, U units (at most `WatchConfig.units`, evenly spaced).
 """
@@ -94,7 +95,7 @@ class UnitObserver:
             self.probes.append(probe)
 
     def _after(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
-        if self._switch.sampling and not self._switch.paused:
+        if self._switch.sampling and not self._switch.paused and not is_compiling():
             x = hidden_output(output, None)
             if x is not None:
                 self._count(probe, reader, x)
@@ -112,7 +113,7 @@ class UnitObserver:
     def _count(self, probe: UnitProbe, reader: AxisReader, x: Tensor) -> None:
         if not x.requires_grad or not torch.is_grad_enabled():
             return
-        if not is_compiling() and probe.kind != "input":
+        if probe.kind != "input":
             self._counted[id(x)] = weakref.ref(x)
         with torch.no_grad():
             states, axis, _ = reader.read(x.detach())
