@@ -310,7 +310,7 @@ class FlowObserver:
 
     def _slow_slices(self, reader: AxisReader, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """On the slow schedule: the Gram matrix of 64 positions of one sequence, and 16 positions for cosines."""
-        if not self.switch.slow or not self.depth:
+        if is_compiling() or not self.switch.slow or not self.depth:
             return None
         with full_precision(x):
             states, axis, _ = reader.read(x.detach())

@@ -243,7 +243,7 @@ class Snapshot:
         self._observation = observation
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.buffer.take())
-        self._parameters = [(self._keep([t]), index) for t, index in self._taken_parameters(observation)]
+        self._parameters = self._take_parameters()
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
         self._replays = [
@@ -277,11 +277,15 @@ class Snapshot:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
 
-    @staticmethod
-    def _taken_parameters(observation: Observation) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+    def _take_parameters(self) -> tuple[Array, NDArray[np.bool_], list[tuple[slice, list[tuple[int, int]]]]] | None:
+        observation = self._observation
         if observation.parameters is None:
-            return []
-        return observation.faults.guard("parameters", observation.parameters.take) or []
+            return None
+        taken = observation.faults.guard("parameters", observation.parameters.take)
+        if taken is None:
+            return None
+        values, read, vectors = taken
+        return values, read, [(self._keep([vector]), index) for vector, index in vectors]
 
     @staticmethod
     def _thinned(slices: dict[PointKey, Tensor]) -> dict[PointKey, Tensor]:
@@ -360,13 +364,11 @@ class Snapshot:
 
     def _parameter_family(self, out: _Builder, host: list[Array]) -> None:
         observation = self._observation
-        if observation.parameters is not None and self._wiring is not None:
+        if observation.parameters is not None and self._wiring is not None and self._parameters is not None:
             names = observation.parameters.names
-            values = np.full((4, len(names)), np.nan)
-            sampled = np.zeros((4, len(names)), dtype=bool)
-            for where, index in self._parameters:
-                at = tuple(np.array(index).T)
-                values[at], sampled[at] = host[where][0], True
+            values, sampled, vectors = self._parameters
+            for where, index in vectors:
+                values[tuple(np.array(index).T)] = host[where][0]
             values[2, self._not_measured] = np.nan
             sampled[2, self._not_measured] = False
             for name, array in summaries.parameter_metrics(values, sampled).items():

@@ -7,7 +7,7 @@ and no copy of the weights is held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_norm
-from flowscope.probes.statistics import wide
+from flowscope.probes.norms import Number, norms
+from flowscope.probes.weight_samples import WeightSamples
 
 SAMPLE_BUDGET = 1 << 22
+Array = NDArray[np.float64]
 
 
 class ParameterObserver:
@@ -43,12 +45,10 @@ class ParameterObserver:
                 self._paths.append((prefix, key))
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         share = SAMPLE_BUDGET // max(1, len(self.names))
-        self._samples = max(1, min(config.update_samples, share))
-        self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
-        self._before: dict[int, Tensor] = {}
-        self.norms: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
-        self.updates: dict[int, tuple[Tensor, Tensor]] = {}
+        self._samples = WeightSamples(max(1, min(config.update_samples, share)))
+        self.norms: dict[int, Number] = {}
+        self.gradients: dict[int, Number] = {}
+        self.updates: dict[int, tuple[Number, Number]] = {}
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
@@ -70,10 +70,12 @@ class ParameterObserver:
     def before_step(self) -> None:
         """Take the weights' norms and samples, before the optimizer changes them."""
         self._follow_replaced_modules()
-        parameters = self.current()
-        live = {i: p.detach() for i, p in enumerate(parameters) if p is not None and p.requires_grad}
-        self.norms = dict(zip(live, _norms(list(live.values())), strict=True))
-        self._before = self._sample(live)
+        live = self._live()
+        self.norms = dict(zip(live, norms(list(live.values())), strict=True))
+        self._samples.take_before(live)
+
+    def _live(self) -> dict[int, Tensor]:
+        return {i: p.detach() for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
 
     @torch.no_grad()
     def read_gradients(self, only: set[int] | None = None) -> None:
@@ -89,70 +91,42 @@ class ParameterObserver:
             if only is None or id(parameter) in only:
                 gradient = parameter.grad.detach()
                 found[i] = gradient.coalesce().values() if gradient.is_sparse else gradient
-        self.gradients.update(zip(found, _norms(list(found.values())), strict=True))
+        self.gradients.update(zip(found, norms(list(found.values())), strict=True))
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Take the samples again: the change per tensor."""
-        parameters = self.current()
-        live = {i: p.detach() for i, p in enumerate(parameters) if p is not None and i in self._before}
-        after = self._sample(live)
-        shared = [i for i in after if after[i].shape == self._before[i].shape]
-        if shared:
-            before = [self._before[i] for i in shared]
-            change = torch._foreach_sub([after[i] for i in shared], before)
-            norms = zip(torch._foreach_norm(change), torch._foreach_norm(before), strict=True)
-            self.updates = dict(zip(shared, norms, strict=True))
-        self._before = after
+        """Compare the samples with the weights as they are now: the change per tensor."""
+        self.updates = self._samples.changes(self._live())
 
-    def _sample(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Copies of the sampled entries, fp32, one flat tensor a device cut into views."""
-        by_device: dict[torch.device, list[int]] = {}
-        for i, weight in live.items():
-            by_device.setdefault(weight.device, []).append(i)
-        out: dict[int, Tensor] = {}
-        for indices in by_device.values():
-            views = [self._view(i, live[i]) for i in indices]
-            flat = torch.cat([v if v.dtype == torch.float32 else v.float() for v in views])
-            out.update(zip(indices, torch.split(flat, [v.numel() for v in views]), strict=True))
-        return out
-
-    def _view(self, i: int, weight: Tensor) -> Tensor:
-        stamp = (weight.data_ptr(), weight.numel())
-        held = self._views.get(i)
-        if held is not None and held[0] == stamp:
-            return held[1]
-        real = torch.view_as_real(weight) if weight.is_complex() else weight
-        flat = real.reshape(-1)
-        view = flat[:: max(1, -(-flat.numel() // self._samples))]
-        if weight.is_contiguous():
-            self._views[i] = (stamp, view)
-        return view
-
-    def take(self) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-        """Return this step's numbers, in vectors, each with the (row, parameter) its entries belong to.
+    def take(self) -> tuple[Array, NDArray[np.bool_], list[tuple[Tensor, list[tuple[int, int]]]]]:
+        """Return this step's numbers as the rows [4, n], which of them were read, and those still on devices.
 
         Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step.
+        What is on a device comes as vectors, each with the (row, parameter) its entries belong to.
         """
+        values = np.full((4, len(self.names)), np.nan)
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
-        rows: list[tuple[int, dict[int, Tensor]]] = [(0, self.norms), (1, self.gradients)]
+        rows: list[tuple[int, Mapping[int, Number]]] = [(0, self.norms), (1, self.gradients)]
         rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(2)]
-        for row, values in rows:
-            for i, value in values.items():
-                columns.setdefault((value.device, value.dtype), []).append((row, i, value))
+        read = np.zeros(values.shape, dtype=bool)
+        for row, found in rows:
+            for i, value in found.items():
+                read[row, i] = True
+                if isinstance(value, Tensor):
+                    columns.setdefault((value.device, value.dtype), []).append((row, i, value))
+                else:
+                    values[row, i] = value
         self.norms, self.gradients, self.updates = {}, {}, {}
-        return [
+        vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
             for items in columns.values()
         ]
+        return values, read, vectors
 
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""
-        self.norms, self.gradients, self.updates, self._before = {}, {}, {}, {}
-
-    def has_sample(self) -> bool:
-        """Whether `after_step` has something to compare with."""
-        return bool(self._before)
+        self.norms, self.gradients, self.updates = {}, {}, {}
+        self._samples.drop()
 
     def optimized(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
         """1 where an optimizer holds the parameter, 0 where none does, NaN while none is known."""
@@ -173,29 +147,3 @@ def _floating(parameter: Tensor) -> bool:
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
         and parameter.layout == torch.strided
     )
-
-
-FP32_SAFE = (1e-15, 1e15)
-"""Norms in this range are right to fp32 rounding; outside it, squares of entries under- or overflow fp32."""
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Norms with the exactness of fp64 accumulation.
-
-    On the CPU one fused fp32 call, and fp64 again for the few whose norm leaves the safe range (reading a number there
-    waits for nothing); elsewhere fp64 from the start.
-    """
-    fused = [i for i, t in enumerate(tensors) if t.dtype == torch.float32 and t.device.type == "cpu"]
-    norms: dict[int, Tensor] = {}
-    if fused:
-        values = torch._foreach_norm([tensors[i] for i in fused])
-        safe = [FP32_SAFE[0] < value < FP32_SAFE[1] for value in torch.stack(values).tolist()]
-        norms = {i: value for i, value, right in zip(fused, values, safe, strict=True) if right}
-    return [norms[i] if i in norms else _exact_norm(t) for i, t in enumerate(tensors)]
-
-
-def _exact_norm(x: Tensor) -> Tensor:
-    """The norm with fp64 accumulation: squares of gradients near 1e-22 vanish in fp32."""
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return torch.linalg.vector_norm(x, dtype=wide(x.device))

@@ -48,14 +48,15 @@ class UnitProbe:
         self.sums: Tensor | None = None
         self.hook: Hook | None = None
 
-    def deposit(self, counts: Tensor, sums: Tensor, gradient: Tensor) -> None:
+    def deposit(self, on: Tensor, sums: Tensor | None, gradient: Tensor) -> None:
         """Add what the forward counted, now that its gradient arrived."""
         del gradient
-        if self.counts is None or self.sums is None or self.counts.shape != counts.shape:
-            self.counts, self.sums = counts.clone(), sums.clone()
-        else:
-            self.counts += counts
-            self.sums += sums
+        if self.counts is None or self.counts.shape != on.shape:
+            self.counts, self.sums = on, sums
+            return
+        self.counts = self.counts + on
+        if sums is not None and self.sums is not None:
+            self.sums = self.sums + sums
 
 
 def activation_kind(module: nn.Module) -> str | None:
@@ -122,8 +123,8 @@ class UnitObserver:
             dtype = wide(x.device)
             # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
             on = (states.abs().amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)).to(dtype)
-            size = torch.full((), states.numel(), dtype=dtype, device=x.device)
-            sums = torch.stack([_counted(probe.kind, states, dtype), size])
+            counted = _counted(probe.kind, states, dtype)
+            sums = None if counted is None else torch.stack([counted, torch.full_like(counted, states.numel())])
         self._hooks.on_gradient(x, self.PART, partial(probe.deposit, on, sums), probe.label)
 
     def end_step(self) -> None:
@@ -134,8 +135,9 @@ class UnitObserver:
         """Return [saturated or zero, size, counts per unit...] of the probes that saw a gradient, and start again from nothing."""
         taken = []
         for probe in self.probes:
-            if probe.counts is not None and probe.sums is not None:
-                taken.append((torch.cat([probe.sums, probe.counts]), probe))
+            if probe.counts is not None:
+                sums = probe.sums if probe.sums is not None else probe.counts.new_zeros(2)
+                taken.append((torch.cat([sums, probe.counts]), probe))
                 probe.counts = probe.sums = None
         return taken
 
@@ -148,7 +150,7 @@ class UnitObserver:
                 self.probes.remove(probe)
 
 
-def _counted(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor:
+def _counted(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor | None:
     """How many values are saturated (sigmoid, tanh) or exactly zero (a layer's input)."""
     if kind == "tanh":
         return (states.abs() > TANH_LIMIT).sum(dtype=dtype)
@@ -156,4 +158,4 @@ def _counted(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor:
         return ((states - 0.5).abs() > SIGMOID_LIMIT - 0.5).sum(dtype=dtype)
     if kind == "input":
         return (states == 0).sum(dtype=dtype)
-    return torch.zeros((), dtype=dtype, device=states.device)
+    return None
