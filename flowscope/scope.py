@@ -1,4 +1,4 @@
-"""`watch` and the `Scope` it returns: owns the probes, turns steps into records, and hands them to detectors and sinks."""
+"""`watch` and its `Scope`: owns the probes, turns steps into records, hands them to detectors and sinks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flowscope._version import __version__
-from flowscope.connections.wrapping import connections
 from flowscope.config import WatchConfig, make_config
+from flowscope.connections.wrapping import connections
 from flowscope.detectors import DetectorSet
 from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan
@@ -60,7 +60,7 @@ def watch(
     Args:
         model: any module with parameters; attach before its first compiled call.
         optimizer: the optimizer, or a list in the order they step; its step hook marks the end of a step. Without one,
-            the optimizer that holds the model's parameters is found when it first steps; `scope.step()` is the fallback.
+            the one that holds the model's parameters is found when it first steps; `scope.step()` is the fallback.
         log_dir: folder for `flowscope.jsonl` and the TensorBoard files; None writes nothing.
         every: sample step k when k < 10 or k % every == 0, or a pure function `step -> bool`.
         on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
@@ -86,10 +86,16 @@ def watch(
 
 
 class _Pending:
-    """A step that ended: its snapshot (None where it was not sampled), canary and losses, until they become a record."""
+    """A step that ended: its snapshot (None: not sampled), canary and losses, until they become a record."""
 
     def __init__(
-        self, step: int, snapshot: Snapshot | None, canary: HostCopy, losses: list[Any], flags: tuple[str, ...], scale: Any
+        self,
+        step: int,
+        snapshot: Snapshot | None,
+        canary: HostCopy,
+        losses: list[Any],
+        flags: tuple[str, ...],
+        scale: Any,
     ) -> None:
         self.step, self.snapshot, self.canary, self.losses, self.flags = step, snapshot, canary, losses, flags
         self.scale = scale
@@ -123,7 +129,7 @@ class Scope:
         self.config = make_config(config)
         self._schedule = make_schedule(every)
         self._callbacks = _callbacks(on_alert)
-        self.flows: FlowPlan = find_flows(model, flows)
+        self.flows: FlowPlan = find_flows(model, _flow_paths(flows))
         given_sinks = _checked_sinks(sinks)
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
@@ -169,6 +175,10 @@ class Scope:
     def _add_own_sinks(self, log_dir: str | Path | None) -> None:
         own = self._sinks
         if log_dir is not None:
+            if not isinstance(log_dir, (str, Path)):
+                raise FlowscopeError(
+                    f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
+                )
             from flowscope.sinks.tensorboard import TensorBoardSink
 
             own.append(("sink JsonlSink", JsonlSink(log_dir)))
@@ -207,7 +217,8 @@ class Scope:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise FlowscopeError(
-                f"scope.{call}() after scope.close(): got a closed scope, expected an open one; call flowscope.watch again."
+                f"scope.{call}() after scope.close(): got a closed scope, expected an open one; call "
+                "flowscope.watch again."
             )
 
     def _claim(self, value: Tensor | float, *, ended: bool) -> None:
@@ -255,8 +266,15 @@ class Scope:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`: the next step has its number, detectors neither warm up nor repeat an alert."""
         self._check_open("load_state_dict")
-        self._step, self._samples = int(state["step"]), int(state["samples"])
-        self._detectors.load_state_dict(state["detectors"])
+        try:
+            step, samples = int(state["step"]), int(state["samples"])
+            self._detectors.load_state_dict(state["detectors"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise FlowscopeError(
+                f"scope.load_state_dict(state): got {state!r:.80} ({type(error).__name__}: {error}), expected what "
+                "scope.state_dict() returned."
+            ) from None
+        self._step, self._samples = step, samples
         self._begin_step()
 
     def close(self) -> None:
@@ -300,7 +318,7 @@ class Scope:
         """Close."""
         self.close()
 
-    # -- the step (called by the optimizer clock) -----------------------------------------------------------------------
+    # -- the step (called by the optimizer clock) ---------------------------------------------------------------------
 
     def before_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
         """An optimizer of the model is about to step."""
@@ -372,7 +390,7 @@ class Scope:
         snapshot = None
         if self._observing():
             self._samples += 1
-            snapshot = self._observation.snapshot(self._clock.optimizers, self._replays)
+            snapshot = self._faults.guard("records", self._observation.snapshot, self._clock.optimizers, self._replays)
         scale = self._scaler.take_scale() if self._scaler is not None else None
         self._pending.append(
             _Pending(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
@@ -396,10 +414,10 @@ class Scope:
         if self.just_ended():
             self._begin_step()
 
-    # -- from pending steps to records ------------------------------------------------------------------------------------
+    # -- from pending steps to records --------------------------------------------------------------------------------
 
     def _finish_pending(self, everything: bool) -> None:
-        """Turn ended steps into records. The newest waits for its loss until the next step ends, unless `everything`."""
+        """Turn ended steps into records; the newest waits for its loss until the next one ends, unless `everything`."""
         if self._working:
             return
         self._working = True
@@ -432,7 +450,8 @@ class Scope:
             record, layouts = made
             record.flags = pending.flags
             if "skipped" in pending.flags:
-                record.metrics = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
+                kept = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
+                record.metrics = kept
             if pending.scale is not None:
                 self._unscale(record, pending)
             self._update_header(layouts, record)
@@ -491,7 +510,8 @@ def _check_model(model: Any) -> None:
     scope = _WATCHED.get(model)
     if scope is not None and (live := scope()) is not None and not live._closed:
         raise FlowscopeError(
-            f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the first scope, or use it."
+            f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the "
+            "first scope, or use it."
         )
 
 
@@ -508,12 +528,26 @@ def _callbacks(on_alert: Any) -> list[AlertCallback]:
     return given
 
 
+def _flow_paths(flows: Any) -> Sequence[str] | None:
+    if flows is None or isinstance(flows, (str, list, tuple)):
+        return flows
+    raise FlowscopeError(
+        f"watch(flows=...): got {type(flows).__name__} ({flows!r}), expected a list of module paths, such as "
+        "['encoder.layers']; print(flowscope.find_flows(model)) shows the discovered ones."
+    )
+
+
 def _checked_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
     out: list[tuple[str, Sink]] = []
+    if not isinstance(sinks, Iterable):
+        raise FlowscopeError(
+            f"watch(sinks=...): got {type(sinks).__name__}, expected a list of objects with write(event) and close()."
+        )
     for number, sink in enumerate(sinks):
         if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
             raise FlowscopeError(
-                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with write(event) and close()."
+                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with "
+                "write(event) and close()."
             )
         out.append((f"sink {type(sink).__name__} {number}", sink))
     return out
