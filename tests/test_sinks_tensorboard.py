@@ -133,7 +133,9 @@ def test_scalars_by_hand(tmp_path: Path) -> None:
     assert [at[f"flow/layers/cosine/{n}"] for n in names] == [0.5, 0.75, 1.0]
     assert [at[f"parameters/update_ratio/{n}"] for n in names] == pytest.approx([1e-3, 2e-3, 3e-3])
     assert at["flow/loss"] == 3.0
-    assert len(scalars) == 13
+    # log10 of [2e-3, .26, 2]; the middle of the logarithms is that of (log10 .02 + log10 .5) / 2
+    assert [at[f"flow/layers/log10_gradient_product/{n}"] for n in names] == pytest.approx([-2.69897, -1.0, 0.30103])
+    assert len(scalars) == 13 + 6
 
 
 def test_a_profile_never_seen_gives_no_scalar(tmp_path: Path) -> None:
@@ -161,10 +163,10 @@ def test_layout_shows_what_exists(tmp_path: Path) -> None:
     assert [re.fullmatch(tag, "flow/loss") is not None for tag in loss.multiline.tag] == [True]
     bands = [series for chart in charts["flow/layers"] for series in chart.margin.series]
     assert [(b.lower, b.value, b.upper) for b in bands[:1]] == [
-        tuple(f"flow/layers/gradient_product/{n}" for n in ("min", "median", "max"))
+        tuple(f"flow/layers/log10_gradient_product/{n}" for n in ("min", "median", "max"))
     ]
     # token_cosine is in the header's labels but not in the first record
-    assert [b.value.split("/")[2] for b in bands] == ["gradient_product", "cosine", "token_cosine"]
+    assert [b.value.split("/")[2] for b in bands] == ["log10_gradient_product", "cosine", "token_cosine"]
 
 
 def test_alerts_of_one_step_are_repeated_together(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_alerts_of_one_step_are_repeated_together(tmp_path: Path) -> None:
     kinds = {step: [json.loads(text)["kind"] for text in texts] for step, texts in got.items()}
     assert kinds == {3: ["vanishing_gradient", "dead_units"], 8: ["vanishing_gradient"]}
     table = tensors(events, "alerts")[8].item().decode().split("\n")
-    assert [row.split(" | ")[0] for row in table[2:]] == ["| 8", "| 3", "| 3"]
+    assert [row.split(",")[0] for row in table[2:]] == ["| step 8", "| step 3", "| step 3"]
     assert "no gradient \\| none at all" in table[2]
 
 
@@ -182,7 +184,7 @@ def test_alert_table_by_hand() -> None:
     alert = make_alert(7)
     alert.state = "resolved"
     assert alert_table([alert]).split("\n")[2] == (
-        "| 7 | error | vanishing_gradient (resolved) | layers.1 | no gradient \\| none at all | wrap it |"
+        "| step 7, resolved: **vanishing_gradient** at `layers.1` | no gradient \\| none at all | wrap it |"
     )
 
 
@@ -410,7 +412,7 @@ def test_a_real_tensorboard_shows_it(server: str) -> None:
     texts = {event["step"]: event["text"] for event in fetch(server, "text/text", run="a", tag="alerts")}
     assert sorted(texts) == [3, 8]
     assert [texts[step].count("<tr>") for step in (3, 8)] == [1 + 2, 1 + 3]
-    assert "<td>dead_units</td>" in texts[3]
+    assert "<strong>dead_units</strong> at <code>layers.1</code>" in texts[3]
 
 
 def test_a_file_cut_by_a_kill_keeps_the_earlier_records(tmp_path: Path) -> None:

@@ -147,7 +147,9 @@ class VanishingGradient(Detector):
         certain = least < limit / CERTAIN or bool((below & drifted).any())
         if least >= limit and not drifted.any():
             patience, certain = patience or ZERO_RECORDS, False
-        drop = f"; it has fallen by a factor of {fall[low]:.3g}" if fall[low] > 2 else ""
+        told = [f"limit {limit:.2g}"] if below.any() else []
+        if fall[low] > 2:
+            told.append(f"{fall[low]:.3g} times less than at its best" + ("" if told else f", limit {config.drift:.3g} times"))
         return Finding(
             self.kind,
             view.block(where),
@@ -155,7 +157,7 @@ class VanishingGradient(Detector):
             float(product[low]),
             limit,
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
-            f"(limit {limit:.2g}{drop}); {view.block(where)} passes {_gain(product, where):.2g} of it on",
+            f"({'; '.join(told)}); {view.block(where)} passes {_gain(product, where):.2g} of it on",
             advice_for(view, ADVICE),
             layout.name,
             immediate=certain and patience is None,

@@ -35,6 +35,9 @@ from flowscope.sinks.append_file import AppendFile
 from flowscope.sinks.binning import log10
 
 SCALARS = ("gradient_product", "gain", "act_rms", "cosine", "token_cosine", "update_ratio")
+LOG_CHARTS = ("gradient_product",)
+"""Metrics that span decades: they also get log10 scalars, which the Custom Scalars charts show."""
+LEAST = 1e-30
 HISTORY = 128
 TABLE_ROWS = 30
 
@@ -147,16 +150,19 @@ class TensorBoardSink:
             place = self._place(key, record)
             seen = array[~np.isnan(array)]
             if place and seen.size:
-                for name, number in (("min", seen.min()), ("median", np.median(seen)), ("max", seen.max())):
-                    yield summaries.scalar("/".join((*place, name)), float(number))
+                yield from _spread("/".join(place), seen)
+                if place[1] in LOG_CHARTS:
+                    yield from _spread(f"{place[0]}/log10_{place[1]}", np.log10(np.maximum(seen, LEAST)))
 
     def _charts(self, record: Record) -> dict[str, dict[str, list[str]]]:
         charts: dict[str, dict[str, list[str]]] = {} if record.loss is None else {"loss": {"loss": ["flow/loss"]}}
         for key in {**record.metrics, **(self._header.labels if self._header else {})}:
             place = self._place(key, record)
             if place:
-                title = f"{place[1]}: median, band from min to max"
-                charts.setdefault(place[0], {})[title] = ["/".join((*place, name)) for name in ("median", "min", "max")]
+                metric = f"log10_{place[1]}" if place[1] in LOG_CHARTS else place[1]
+                title = f"{metric}: median, band from min to max"
+                tags = [f"{place[0]}/{metric}/{name}" for name in ("median", "min", "max")]
+                charts.setdefault(place[0], {})[title] = tags
         return charts
 
     def _images(self, record: Record) -> Iterator[Any]:
@@ -201,6 +207,12 @@ class TensorBoardSink:
         self._writer.write(event.SerializeToString())
 
 
+def _spread(tag: str, seen: NDArray[np.float64]) -> Iterator[Any]:
+    """The least, the middle and the largest value over depth."""
+    for name, number in (("min", seen.min()), ("median", np.median(seen)), ("max", seen.max())):
+        yield summaries.scalar(f"{tag}/{name}", float(number))
+
+
 def gradient_image(flow: str, labels: list[str], history: list[tuple[int, NDArray[np.float64]]]) -> bytes:
     """The gradient product over depth (downwards, input at the top) and recent records (to the right), as PNG."""
     values = log10(np.stack([profile for _, profile in history], axis=1))
@@ -242,10 +254,12 @@ def _row_names(flow: str, labels: list[str], count: int) -> list[str]:
 
 def alert_table(alerts: deque[Alert]) -> str:
     """The latest alerts as a Markdown table, newest first."""
-    rows = ["| step | severity | kind | where | message | advice |", "|---:|---|---|---|---|---|"]
+    # TensorBoard gives every column the width its text asks for: short columns would be broken letter by letter
+    rows = ["| alert | message | advice |", "|---|---|---|"]
     for alert in reversed(alerts):
-        state = " (resolved)" if alert.state == "resolved" else ""
-        cells = (alert.step, alert.severity, alert.kind + state, alert.where, alert.message, alert.advice)
+        state = "resolved" if alert.state == "resolved" else alert.severity
+        place = f" at `{alert.where}`" if alert.where else ""
+        cells = (f"step {alert.step}, {state}: **{alert.kind}**{place}", alert.message, alert.advice)
         rows.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
     return "\n".join(rows)
 
