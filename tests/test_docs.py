@@ -1,0 +1,174 @@
+"""The documents say what is so: their code runs, their metrics and alerts are those that exist, their promises hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flowscope
+from flowscope.detectors import DETECTORS
+from flowscope.records import split_key
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "docs/metrics.md", "docs/how-it-works.md", "docs/troubleshooting.md", "docs/alerts.md")
+B, T, D, IN, OUT = 3, 5, 8, 4, 7
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
+    torch.manual_seed(0)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def python_blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", read(name), re.MULTILINE | re.DOTALL)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(IN, D), nn.Linear(D, OUT)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.rnn = nn.GRU(IN, D, num_layers=2, batch_first=True) if fused else nn.RNNCell(IN, D)
+        self.head = nn.Linear(D, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return self.head(self.rnn(x)[0])
+        states = [x.new_zeros(len(x), D)]
+        for t in range(x.shape[1]):
+            states.append(self.rnn(x[:, t], states[-1]))
+        return self.head(torch.stack(states[1:], 1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(IN, D), nn.ReLU(), nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, OUT))
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(B, T, IN, generator=generator), torch.randn(B, T, OUT, generator=generator)) for _ in range(count)
+    ]
+
+
+# -- code
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md"])
+def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(name)
+    assert len(blocks) >= 2
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    space: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": batches(), "flowscope": flowscope}
+    space["train_step"] = stepper(model, optimizer)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{name}, python block {number}", "exec"), space)
+    if name == "README.md":
+        assert len(space["run"].records) == len(space["losses"]) == 3
+        assert None not in space["losses"]
+        assert len(space["least"].values) == 3
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_readme_begins_with_code_and_names_the_two_commands() -> None:
+    text = read("README.md")
+    head = "\n".join(text.splitlines()[:15])
+    assert "flowscope.watch(" in head
+    assert "scope.step(" in head
+    assert len(python_blocks("README.md")[0].split("\n\n", 1)[1].splitlines()) <= 6
+    for command in ("demo", "test"):
+        assert f"make {command}" in text
+        assert re.search(rf"^{command}:", read("Makefile"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", read(name)):
+        assert target.startswith("https://") or ((ROOT / name).parent / target).exists(), f"{name} links to {target}"
+    for path in re.findall(r"`((?:tests|examples|benchmarks|flowscope)/[\w/.-]+\.py)`", read(name)):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+# -- metrics and alerts
+
+
+def documented(name: str, level: str) -> set[str]:
+    headings = re.findall(rf"^{level} (`.+)$", read(name), re.MULTILINE)
+    return {metric for heading in headings for metric in re.findall(r"`(\w+)`", heading)}
+
+
+def recorded() -> set[str]:
+    """The metric names in the records of a few models, the slow and opt-in ones included."""
+    names: set[str] = set()
+    example = batches()[0][0]
+    modes = ("highway", "keel-postln", "dhc")
+    wrapped = [flowscope.wrap(Transformer(), mode, example_inputs=example) for mode in modes]
+    for model in (Transformer(), mlp(), Recurrent(fused=True), Recurrent(fused=False), *wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = {"console": "off", "slow_every": 1, "branch_alignment": True}
+        with flowscope.watch(model, optimizer, config=config) as scope:
+            stepper(model, optimizer)(batches()[0])
+        names |= {split_key(key)[0] for key in scope.records[0].metrics}
+    return names
+
+
+def test_documented_metrics_are_those_recorded() -> None:
+    assert recorded() == documented("docs/metrics.md", "###")
+
+
+def test_every_alert_kind_has_a_section_and_every_limit_is_a_field() -> None:
+    sections = set(re.findall(r"^## (\w+)$", read("docs/alerts.md"), re.MULTILINE))
+    assert {detector.kind for detector in DETECTORS} == sections
+    fields = set(flowscope.WatchConfig.model_fields)
+    shown = {key for block in python_blocks("README.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)}
+    assert shown
+    assert shown <= fields
