@@ -57,10 +57,8 @@ class Observation:
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._forwards_at_begin = 0
         self._missed = self._resuming = False
-        names = [flow.name for flow in plan]
         self.sites = [
-            SiteObserver(group, name, config, self.switch, hooks)
-            for name, group in group_by_flow(connections, names)
+            SiteObserver(group, name, config, self.switch, hooks) for name, group in group_by_flow(connections, plan)
         ]
         self.alignments = [
             AlignmentObserver(model, flow, self.switch, hooks)
@@ -101,6 +99,9 @@ class Observation:
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
+            if not is_compiling():
+                for site in self.sites:
+                    site.in_training = False
             return
         if self.switch.paused:
             self._missed = True
@@ -113,6 +114,8 @@ class Observation:
             self.forwards += 1
             for flow in self.flows:
                 flow.start_forward()
+            for site in self.sites:
+                site.start_forward()
         for tensor in floating_tensors((args, kwargs)):
             self.canary.count("input", tensor)
 
@@ -313,6 +316,10 @@ class Snapshot:
             self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
         for time, where, note in self._replays:
             self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+        for site, where in self._sites:
+            if site.flow not in {layout.name for layout in out.layouts}:  # its blocks are in no watched flow
+                out.flow(FlowLayout(site.flow, "blocks", (), ()))
+                self._observation.faults.guard(site.part, self._site, out, site, host[where])
         out.family()
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
         self._observation.faults.guard("units", self._unit_family, out, host)
@@ -338,13 +345,16 @@ class Snapshot:
             out.add(name, values, labels if len(values) == len(points) else labels[1:])
         self._slow(out, flow, points, labels, host)
         for site, where in self._sites:
-            if site.flow == flow.flow.name and self._observation.faults.alive(site.part):
-                sums = added(host[where], site.buffer.columns)
-                for name, (values, names) in site.metrics(sums).items():
-                    out.add(name, values, names)
-        for alignment, values in self._alignments:
-            if alignment.flow is flow.flow and values is not None:
-                out.add("branch_alignment", values, alignment.labels)
+            if site.flow == flow.flow.name:
+                self._observation.faults.guard(site.part, self._site, out, site, host[where])
+        for alignment, traces in self._alignments:
+            if alignment.flow is flow.flow and traces is not None:
+                out.add("branch_alignment", traces, alignment.labels)
+
+    @staticmethod
+    def _site(out: _Builder, site: SiteObserver, parts: list[Array]) -> None:
+        for name, (values, labels) in site.metrics(added(parts, site.buffer.columns)).items():
+            out.add(name, values, labels)
 
     def _slow(
         self, out: _Builder, flow: FlowObserver, points: list[PointKey], labels: list[str], host: list[Array]

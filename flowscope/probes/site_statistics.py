@@ -29,13 +29,13 @@ def gate_sums(logit: Tensor) -> Tensor:
     log(1 - sigmoid z) = -softplus(z): its mean gives the carry's factor of a highway gate, exp(mean log(1 - t)).
     """
     flat = logit.detach().reshape(-1)
-    flat = flat[:: -(-flat.numel() // GATE_SAMPLES)].float()
+    flat = flat[:: -(-flat.numel() // GATE_SAMPLES)].to(wide(flat.device))
     t = torch.sigmoid(flat)
-    count = torch.full((), flat.numel(), dtype=torch.float32, device=flat.device)
-    saturated = (flat.abs() > SATURATED_LOGIT).sum(dtype=torch.float32)
+    count = torch.full_like(flat[0], flat.numel())
+    saturated = (flat.abs() > SATURATED_LOGIT).sum(dtype=flat.dtype)
     head = torch.stack([count, t.sum(), (t * t).sum(), saturated, -functional.softplus(flat).sum()])
     buckets = torch.histc(flat.clamp(-LOGIT_RANGE, LOGIT_RANGE), LOGIT_BUCKETS, -LOGIT_RANGE, LOGIT_RANGE)
-    return torch.cat([head, buckets]).to(wide(flat.device))
+    return torch.cat([head, buckets])
 
 
 def norm_sums(z: Tensor, axis: int, norm: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""From sums at merge sites to metrics, on the host: gate statistics, composite mixing, the carry's product (numpy only).
+"""From sums at merge sites to metrics, on the host: gates, composite mixing, the carry's product (numpy only).
 
 Axis letters: K merge sites of a flow in depth order, S streams.
 """
@@ -16,21 +16,25 @@ Array = NDArray[np.float64]
 
 
 def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:
-    """gate_mean, gate_std, gate_p05, gate_p95 of t = sigmoid(logit), and gate_saturation (share of |logit| > 5), each [K].
+    """gate_mean, gate_std, gate_p05, gate_p95 of t = sigmoid(logit), gate_saturation (share of |logit| > 5), each [K].
 
-    Quantiles are those of the logit's buckets (width 0.5, interpolated), so within .0625 of t where t is steepest.
+    Quantiles are those of the logit's buckets (width 0.5, interpolated): within .125 of t where t is steepest. They
+    are kept within what mean and deviation allow (Cantelli: mean - std sqrt((1 - q) / q) to mean +
+    std sqrt(q / (1 - q))), so those of a constant gate are exact.
     """
-    out = {name: np.full(len(rows), np.nan) for name in ("gate_mean", "gate_std", "gate_p05", "gate_p95", "gate_saturation")}
+    names = ("gate_mean", "gate_std", "gate_p05", "gate_p95", "gate_saturation")
+    out = {name: np.full(len(rows), np.nan) for name in names}
     for k, row in enumerate(rows):
         if row is None or not row[0] > 0:
             continue
         count, total, square, saturated = row[:4]
         mean = total / count
-        out["gate_mean"][k] = mean
-        out["gate_std"][k] = np.sqrt(max(0.0, square / count - mean * mean))
+        std = np.sqrt(max(0.0, square / count - mean * mean))
+        out["gate_mean"][k], out["gate_std"][k] = mean, std
         out["gate_saturation"][k] = saturated / count
         for name, q in (("gate_p05", 0.05), ("gate_p95", 0.95)):
-            out[name][k] = 1.0 / (1.0 + np.exp(-_bucket_quantile(row[5 : s.GATE_COLUMNS], q)))
+            t = 1.0 / (1.0 + np.exp(-_bucket_quantile(row[5 : s.GATE_COLUMNS], q)))
+            out[name][k] = np.clip(t, mean - std * np.sqrt((1 - q) / q), mean + std * np.sqrt(q / (1 - q)))
     return out
 
 
@@ -55,28 +59,31 @@ def norm_factor(row: Array | None, alpha: float) -> float:
 
 def shortcut_product(factors: Sequence[float]) -> Array:
     """[K]: at site k the product of the carry's factors from k to the flow's end."""
-    return np.cumprod(np.asarray(factors, dtype=np.float64)[::-1])[::-1].copy()
+    product: Array = np.cumprod(np.asarray(factors, dtype=np.float64)[::-1])[::-1].copy()
+    return product
 
 
-def mixing_metrics(matrices: Array) -> dict[str, Array]:
+def mixing_metrics(matrices: Array, starts: Sequence[int] = (0,)) -> dict[str, Array]:
     """Metrics of the residual mappings H_k [K, S, S] (rows = output stream; means over positions), each [K].
 
-    With F_k = H_k ... H_0 (what the input becomes) and G_k = H_{K-1} ... H_k (what reaches the output):
-    mix_gain_forward = max_i |sum_j F_k[i, j]|, mix_gain_backward = max_j |sum_i G_k[i, j]| (mHC, 2512.24880, literally);
+    Composites run from where the streams are expanded (one of `starts`) to where they are reduced. With
+    F_k = H_k ... H_0 (what the input becomes) and G_k = H_{K-1} ... H_k (what reaches the output):
+    mix_gain_forward = max_i |sum_j F_k[i, j]|, mix_gain_backward = max_j |sum_i G_k[i, j]| (2512.24880, literally);
     *_norm with the absolute value inside the sum (the true infinity norm); mix_colsum_min = min_j sum_i G_k[i, j];
-    mix_identity_distance = |H_k - I|_F; shortcut_product = (1^T G_k 1) / S, what is left of a carry that all streams share.
+    mix_identity_distance = |H_k - I|_F; shortcut_product = (1^T G_k 1) / S, what is left of a carry that all streams
+    share.
     """
     count, streams = matrices.shape[0], matrices.shape[-1]
-    names = ("mix_gain_forward", "mix_gain_forward_norm", "mix_gain_backward", "mix_gain_backward_norm", "mix_colsum_min")
-    out = {name: np.full(count, np.nan) for name in (*names, "shortcut_product")}
+    gains = ("mix_gain_forward", "mix_gain_forward_norm", "mix_gain_backward", "mix_gain_backward_norm")
+    out = {name: np.full(count, np.nan) for name in (*gains, "mix_colsum_min", "shortcut_product")}
     composite = np.eye(streams)
     for k in range(count):
-        composite = matrices[k] @ composite
+        composite = matrices[k] @ (np.eye(streams) if k in starts else composite)
         out["mix_gain_forward"][k] = np.abs(composite.sum(1)).max()
         out["mix_gain_forward_norm"][k] = np.abs(composite).sum(1).max()
     composite = np.eye(streams)
     for k in reversed(range(count)):
-        composite = composite @ matrices[k]
+        composite = (np.eye(streams) if k + 1 in starts else composite) @ matrices[k]
         out["mix_gain_backward"][k] = np.abs(composite.sum(0)).max()
         out["mix_gain_backward_norm"][k] = np.abs(composite).sum(0).max()
         out["mix_colsum_min"][k] = composite.sum(0).min()

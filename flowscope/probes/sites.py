@@ -14,15 +14,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import display_path
+from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import site_statistics, site_summaries, statistics, summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.deposit import Switch, full_precision
-from flowscope.probes.hooks import MASK, Hooks
+from flowscope.probes.hooks import MASK, Hooks, in_backward
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.statistics import Positions
 
@@ -60,7 +61,7 @@ class SiteObserver:
     """The merge sites of one wrapped flow: its connections in depth order.
 
     Args:
-        connections: (path, connection) of the blocks of one flow; from the one that expands to the one that reduces.
+        connections: (path, connection) of the wrapped blocks of one flow, in depth order.
         flow: the flow's name.
     """
 
@@ -76,17 +77,33 @@ class SiteObserver:
         self.labels: list[str] = []
         self.owners: list[tuple[str, Any, int]] = []
         self._norms: list[nn.Module | None] = []
+        self._starts: list[int] = []
         for path, connection in connections:
             block = display_path(path.rpartition(".")[0])
+            if connection.first or not self.labels:
+                self._starts.append(len(self.labels))
             connection.observer = SiteHook(self, len(self.labels))
             for site in range(connection.sites):
                 self.labels.append(f"{block}#{site}")
                 self.owners.append((display_path(path), connection, site))
                 self._norms.append(connection.norm_after(site))
         self.buffer = DepositBuffer(max(site_statistics.GATE_COLUMNS, statistics.COLUMNS, 1 + self.streams**2))
-        self._rows: dict[tuple[int, Kind], int] = {}
+        # reserved now: tracing by torch.compile must meet no new row
+        self._rows = {(k, kind): self.buffer.new_row() for k in range(len(self.labels)) for kind in self._kinds(k)}
+        self.in_training = False
+        self.start_forward()
+
+    def _kinds(self, k: int) -> tuple[Kind, ...]:
+        if self.streams:
+            return "mix", "write", "streams", "input"
+        return ("gate",) if self.mode in ("keel", "highway") else () if self._norms[k] is None else ("norm",)
+
+    def start_forward(self) -> None:
+        """The root's forward begins."""
+        self.in_training = torch.is_grad_enabled()
         self._previous: tuple[int, Positions] | None = None
         self._origin: Positions | None = None
+        self._waiting: dict[int, list[Tensor]] = {}
 
     def close(self) -> None:
         """Take the observers off again."""
@@ -97,6 +114,10 @@ class SiteObserver:
     def see(self, k: int, name: str, tensor: Tensor) -> None:
         """Register the deposit of what a connection shows at site k."""
         if not tensor.requires_grad:
+            if name == "branch_input" and self.in_training and not torch.is_grad_enabled() and not is_compiling():
+                with full_precision(tensor):
+                    between = self._between(k, tensor, self.owners[k][1].axis)
+                self._waiting.setdefault(k, []).append(between)
             return
         with full_precision(tensor):
             sums = self._sums(k, name, tensor)
@@ -118,11 +139,17 @@ class SiteObserver:
         if name == "streams":
             return "streams", 0, site_statistics.stream_cosine_sums(tensor, self._positions)
         if name == "branch_input":
+            if not is_compiling() and in_backward():  # a recomputation, in which the site before has not run
+                waiting = self._waiting.get(k)
+                return ("input", statistics.TO_INPUT, waiting.pop()) if waiting else None
             return "input", statistics.TO_INPUT, self._between(k, tensor, connection.axis)
         return None
 
     def _between(self, k: int, x: Tensor, axis: int) -> Tensor:
-        """The statistics between the sub-layer inputs of neighbouring sites (hyper-connections paper, figure 3)."""
+        """The statistics between the sub-layer inputs of neighbouring sites (hyper-connections paper, figure 3).
+
+        Those of a reentrant checkpoint's first pass wait for its recomputation, which runs from the last block on.
+        """
         sequence = x.dim() == 3 and axis == -1
         now = statistics.sample_positions(x, axis, self._positions, sequence=sequence)
         if is_compiling():
@@ -136,14 +163,12 @@ class SiteObserver:
 
     def _deposit(self, row: tuple[int, Kind], start: int, values: Tensor, gradient: Tensor) -> None:
         del gradient
-        if row not in self._rows:
-            self._rows[row] = self.buffer.new_row()
         self.buffer.add(self._rows[row], start, values)
 
     def forget(self) -> None:
         """Drop what was deposited and remembered."""
         self.buffer.clear()
-        self._previous = self._origin = None
+        self.start_forward()
 
     def metrics(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """Return name -> (values, labels) from what the buffer held at the end of the step."""
@@ -194,10 +219,11 @@ class SiteObserver:
     ) -> None:
         side = self.streams
         mixes, writes, cosines = rows("mix"), rows("write"), rows("streams")
-        if all(row is not None for row in mixes):
-            means = np.stack([r[1 : 1 + side * side] / r[0] for r in mixes if r is not None]).reshape(-1, side, side)
-            add(site_summaries.mixing_metrics(means))
-            out["mix_matrix"] = (means, self.labels)
+        unseen = np.full(side * side, np.nan)
+        means = np.stack([unseen if r is None else r[1 : 1 + side * side] / r[0] for r in mixes])
+        means = means.reshape(-1, side, side)
+        add(site_summaries.mixing_metrics(means, self._starts))
+        out["mix_matrix"] = (means, self.labels)
         add(
             {
                 "branch_weight": np.array([np.nan if r is None else r[1 : 1 + side].mean() / r[0] for r in writes]),
@@ -220,22 +246,24 @@ class SiteObserver:
         return groups
 
 
-def group_by_flow(connections: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> list[tuple[str, list[Any]]]:
-    """Cut a model's connections into flows: each begins at a connection that is the first of its flow.
+def group_by_flow(
+    connections: Sequence[tuple[str, nn.Module]], flows: Sequence[Flow]
+) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Sort a model's connections by the watched flow that holds their blocks: (its name, (path, connection) ...).
 
-    The name is that of the watched flow that holds the blocks, else the container's path.
+    Blocks that no watched flow holds are named after their container.
     """
-    groups: list[tuple[str, list[Any]]] = []
+    own = {display_path(path): f.name for f in sorted(flows, key=lambda f: f.kind != "network") for path in f.outputs}
+    groups: dict[str, list[tuple[str, Any]]] = {}
     for path, connection in connections:
-        if getattr(connection, "first", False) or not groups:
-            block = display_path(path.rpartition(".")[0])
-            name = next((n for n in names if block.startswith(f"{n}.")), block.rpartition(".")[0] or block)
-            groups.append((name, []))
-        groups[-1][1].append((path, connection))
-    return groups
+        block = display_path(path.rpartition(".")[0])
+        groups.setdefault(own.get(block, block.rpartition(".")[0] or block), []).append((path, connection))
+    return list(groups.items())
 
 
-def grad_norms(groups: list[tuple[str, list[str], list[str]]], norms: dict[str, float]) -> dict[str, tuple[Array, list[str]]]:
+def grad_norms(
+    groups: list[tuple[str, list[str], list[str]]], norms: dict[str, float]
+) -> dict[str, tuple[Array, list[str]]]:
     """connection_grad_norm and connection_grad_norm_generators per connection, from the parameters' gradient norms."""
     if not groups:
         return {}
