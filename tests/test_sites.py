@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import wrap_models as models
 from torch import nn
+from wrap_models import B, D, T
 
 from flowscope.discovery.sites import find_sites
 from flowscope.errors import FlowscopeError
-import wrap_models as models
-from wrap_models import B, D, T
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 BART = {"vocab_size": 50, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}
@@ -150,6 +150,21 @@ def test_streams_do_not_pass_a_tensor_that_others_read() -> None:
 
     plan = find_sites(Skipping(models.PreNormBlock, 3), models.hidden_states())
     assert [(b.first, b.last) for b in plan.blocks] == [(True, True), (True, False), (False, True)]
+
+
+def test_streams_do_not_pass_a_tensor_given_twice() -> None:
+    class Attends(models.PreNormBlock):
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return x + self.mix(self.norm1(memory))
+
+    class Stack(models.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, x)
+            return x
+
+    plan = find_sites(Stack(Attends), models.hidden_states())
+    assert [(b.first, b.last) for b in plan.blocks] == [(True, True)] * 2
 
 
 def test_shared_block_keeps_its_streams_to_itself() -> None:

@@ -68,6 +68,11 @@ def flattening(block: Any, x: Tensor) -> Tensor:
     return weighted(1, x, block.b(block.norm(x)))
 
 
+def tuple_norm(block: Any, x: Tensor) -> Tensor:
+    x, _ = block.norm(weighted(0, x, block.a(x)))
+    return weighted(1, x, block.b(x))
+
+
 def sequential(block: Any, x: Tensor) -> Tensor:
     return weighted(0, x, block[2](block[1](block[0](x))))
 
@@ -80,6 +85,7 @@ CASES = [
     (models.StatementBlock, statement, False),
     (models.FunctionalDropoutBlock, functional_dropout, False),
     (models.FlatteningBlock, flattening, True),
+    (models.TupleNormBlock, tuple_norm, True),
     (models.sequential_block, sequential, True),
 ]
 

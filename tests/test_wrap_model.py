@@ -101,7 +101,7 @@ def test_nothing_moves() -> None:
     wrap(model, "keel")
     names = [name for name, _ in model.named_modules() if "connection" not in name]
     assert names == before["names"]
-    old = [entry for entry in before["parameters"]]
+    old = before["parameters"]
     assert [
         p
         for p in ((n, id(p), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False))
@@ -373,3 +373,29 @@ def test_keel_postln_skips_the_norm_it_applies_itself() -> None:
     expected = model.head(h)
     wrap(model, "keel-postln", example_inputs=x)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_deepnorm_knows_both_sides_of_an_encoder_decoder() -> None:
+    sizes = {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0, **sizes
+    )
+    model = transformers.BartForConditionalGeneration(config).eval()
+    before = [model.model.encoder.layers[0].fc1.weight.clone(), model.model.encoder.layers[0].fc1.bias.clone()]
+    wrap(model, "deepnorm")
+    alphas = {path.split(".")[1]: c.alpha[0] for path, c in connections(model)}
+    assert alphas["encoder"] == pytest.approx(0.81 * (2**4 * 3) ** (1 / 16))
+    assert alphas["decoder"] == pytest.approx((3 * 3) ** 0.25)
+    weight, bias = model.model.encoder.layers[0].fc1.weight, model.model.encoder.layers[0].fc1.bias
+    assert not torch.equal(weight, before[0])
+    assert torch.equal(bias, before[1])
+    expected = 0.87 * (2**4 * 3) ** (-1 / 16) * (2 / (32 + 48)) ** 0.5  # Xavier's deviation times beta
+    assert weight.std().item() == pytest.approx(expected, rel=0.1)
+
+
+def test_keel_postln_leaves_projection_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = models.ConvNet().eval(), torch.randn(2, 3, 8, 12)
+    with caplog.at_level(logging.INFO, "flowscope"):
+        wrap(model, "keel-postln", example_inputs=x)
+    assert [path.rpartition(".")[0] for path, _ in connections(model)] == ["layer1.0", "layer1.1", "layer2.1"]
+    assert "layer2.0: keel-postln has no place for a projection shortcut" in caplog.text

@@ -110,6 +110,25 @@ class FlatteningBlock(nn.Module):
         return (residual + self.b(self.norm(x))).view(shape)
 
 
+class NormWithScale(nn.LayerNorm):
+    """A norm that returns a pair, as I-BERT's."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return super().forward(x), 1.0
+
+
+class TupleNormBlock(nn.Module):
+    """The carry passes through a child that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = NormWithScale(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.norm(x + self.a(x))
+        return x + self.b(x)
+
+
 class SequentialBlock(nn.Sequential):
     """Iterates over its own children."""
 

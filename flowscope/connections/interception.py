@@ -228,6 +228,8 @@ def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     output = forward(child, *[plain(a) for a in args], **kwargs)
     if carry is not None and type(output) is Tensor:
         return tag(output, carry.call, carry.site, carry.state)
+    if carry is not None and type(output) is tuple and type(output[0]) is Tensor:
+        return (tag(output[0], carry.call, carry.site, carry.state), *output[1:])
     return output
 
 

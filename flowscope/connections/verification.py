@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -20,22 +22,24 @@ def check_run(model: nn.Module, plan: SitePlan, call: Call) -> Any:
         FlowscopeError: a promised block did not run or a site did not fire.
     """
     ran: set[str] = set()
-    handles = [
-        model.get_submodule(block.path).register_forward_pre_hook(lambda *_, path=block.path: ran.add(path))
-        for block in plan.blocks
-    ]
-    try:
-        with untouched(model):
+
+    def note(path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.add(path)
+        return forward(*args, **kwargs)
+
+    with untouched(model), contextlib.ExitStack() as stack:
+        for block in plan.blocks:
+            module = model.get_submodule(block.path)
+            module.forward = functools.partial(note, block.path, module.forward)  # some models call forward directly
+            stack.callback(vars(module).pop, "forward", None)
+        try:
             output = model(*call[0], **call[1])
-    except FlowscopeError:
-        raise
-    except Exception as error:
-        raise FlowscopeError(
-            f"wrap: the wrapped model could not be run ({type(error).__name__}: {error}); it is as it was."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        except FlowscopeError:
+            raise
+        except Exception as error:
+            raise FlowscopeError(
+                f"wrap: the wrapped model could not be run ({type(error).__name__}: {error}); it is as it was."
+            ) from error
     refuse_idle(ran, [block.path for block in plan.blocks])
     return output
 

@@ -236,12 +236,14 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call) -> ModelTr
 def note_run(
     trace: ModelTrace, path: str, traced: TracedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> set[int]:
-    """Record a block's call; return the ids of its other arguments."""
+    """Record a block's call; return the ids of what it takes besides the carry."""
     key = traced.argument
     carry_in = kwargs[key] if isinstance(key, str) else args[key]
     carry_out = output if traced.output is None else output[traced.output]
     trace.runs.append(Run(path, carry_in, carry_out))
-    return {id(x) for x in flatten((args, kwargs)) if x is not carry_in}
+    others = [id(x) for x in flatten((args, kwargs))]
+    others.remove(id(carry_in))  # once: it may be given a second time, as query and key
+    return set(others)
 
 
 @contextlib.contextmanager

@@ -147,8 +147,9 @@ class BlockTrace(TorchFunctionMode):
         self.norm_depth -= is_norm(module)
         self.alive.update({id(x): x for x in (*inputs, *outputs)})
         passage = Passage(name, tuple(self.modules), frozenset(map(id, inputs)), is_norm(module))
-        for tensor in outputs:
-            self.passages.setdefault(id(tensor), []).append(passage)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            self.passages.setdefault(id(first), []).append(passage)
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -332,9 +333,9 @@ class BlockTrace(TorchFunctionMode):
 
     def is_changed_carry(self, add: Add) -> bool:
         """Whether one operand is the block's input after operations without weights, the other a branch."""
-        entry = (1 << len(self.arguments)) - 1
+        entry, weights = (1 << len(self.arguments)) - 1, self.parametrised & ~self.normalising
         for mask, other in (add.ancestors, add.ancestors[::-1]):
-            if mask & entry & other and not mask & self.parametrised and other & self.parametrised:
+            if mask & entry & other and not mask & weights and other & weights:
                 return add.operands[0].shape == add.operands[1].shape
         return False
 
