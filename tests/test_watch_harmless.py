@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
-from watch_models import IN, OUT, Block, D, Stack, T, close_to, data, loss_of, norms, truth, watched
+from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, loss_of, norms, truth, watched
 
 import flowscope
 from flowscope.detectors.gradients import VanishingGradient
@@ -354,6 +356,65 @@ def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deposit.FlowObserver, "_after", injected)
     with pytest.raises(RuntimeError, match="injected"):
         Run(KINDS["stack"], {})
+
+
+# -- passes that train nothing
+
+
+def loss_by_parameters(model: nn.Module, parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(torch.func.functional_call(model, parameters, x), y)
+
+
+def per_sample(model: nn.Module) -> Any:
+    gradient = torch.func.grad(lambda p, x, y: loss_by_parameters(model, p, x[None], y[None]))
+    return torch.func.vmap(gradient, (None, 0, 0))({k: v.detach() for k, v in model.named_parameters()}, *data())
+
+
+def fake(model: nn.Module) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return model(mode.from_tensor(data()[0])).shape
+
+
+def batched(model: nn.Module) -> Any:
+    x = data()[0].requires_grad_()
+    return torch.autograd.grad(model(x).sum((1, 2)), x, torch.eye(B), is_grads_batched=True)
+
+
+def pointwise(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum((1, 2))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "per-sample gradients": per_sample,
+    "vmap": lambda m: torch.func.vmap(lambda x: m(x[None]))(data()[0]),
+    "jvp": lambda m: torch.func.jvp(m, (data()[0],), (torch.ones(B, T, IN),)),
+    "jacrev": lambda m: torch.func.jacrev(partial(pointwise, m))(data()[0]),
+    "jit trace": lambda m: torch.jit.trace(m, data()[0]),
+    "fx": lambda m: torch.fx.symbolic_trace(m, concrete_args={"taps": None}),
+    "export": lambda m: torch.export.export(m, (data()[0],)),
+    "fake tensors": fake,
+    "meta": lambda m: m.to("meta")(data()[0].to("meta")),
+    "batched gradients": batched,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated", "ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_and_traces_go_through_and_count_nowhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
+    torch.manual_seed(0)
+    model = Stack(3)
+    weights = model.state_dict()
+    expected = norms(truth(model, data()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer, config=EVERYTHING) as scope:
+        TRANSFORMS[name](model)
+        if name == "meta":
+            model.to_empty(device="cpu").load_state_dict(weights)
+        loss_of(model, data()).backward()
+        optimizer.step()
+        close_to(scope.records[0]["grad_norm"], expected)
+        assert (scope.records[0]["backward_calls"] == 1).all()
 
 
 # -- state

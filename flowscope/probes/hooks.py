@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 
 from flowscope.faults import Faults
 
@@ -42,6 +43,25 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
+
+def no_training_pass() -> bool:
+    """Whether the model is only being transformed: torch.func, a jit or fx trace, an export, a run on fake tensors.
+
+    There is no gradient of a loss to see, and statistics of such tensors would raise or leak into what is traced.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(_FAKE) is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or _symbolic_trace._is_fx_tracing_flag
+    )
+
+
 class Hook:
     """A module hook: guarded, and replaced by an inert standard-library method in any copy or pickle of the model."""
 
@@ -52,7 +72,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Observe; never returns a value, so the module's output stays what it was."""
-        if not self.on or MASK.on or self.part in self.failed:
+        if not self.on or MASK.on or self.part in self.failed or no_training_pass():
             return
         try:
             self.observe(*args)
@@ -150,11 +170,16 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return x.register_hook(first)
 
 
+def _is_batched(gradient: Tensor) -> bool:
+    """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:
     failed = faults.failed
 
     def hook(gradient: Tensor) -> None:
-        if MASK.on or part in failed:
+        if MASK.on or part in failed or no_training_pass() or _is_batched(gradient):
             return
         try:
             deposit(gradient.detach())

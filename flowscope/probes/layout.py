@@ -18,7 +18,7 @@ HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "h
 def floating_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors inside any nesting of tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
+        if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -51,7 +51,7 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 def hidden_output(output: Any, like: Tensor | None) -> Tensor | None:
     """Return the hidden state among a block's outputs: the first of the input's shape, else the first with gradient."""
     if isinstance(output, Tensor):
-        return output if output.is_floating_point() or output.is_complex() else None
+        return next(floating_tensors(output), None)
     found = list(floating_tensors(output))
     if like is not None:
         for tensor in found:
