@@ -360,6 +360,8 @@ class Scope:
         """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
         if self._pending and self._pending[-1].snapshot is not None:
             self._pending[-1].snapshot.join(optimizer, self._clock.optimizers)
+        # where optimizers step inside backward, the rest of that backward belongs to the step that ended
+        self._observation.drop()
 
     def _step_skipped(self) -> None:
         """The GradScaler found inf and skipped the optimizer."""

@@ -27,6 +27,7 @@ def summarize(
             lines.append(f"  {flow.name} ({flow.kind}, {len(flow.points)} points): {_profile(product, flow.points)}")
     standing = _standing(alerts)
     lines += [f"  {alert}" for alert in standing] or ["  no alert stands"]
+    lines += _never_ran(header, records)
     lines += _without_gradient(records)
     lines += [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
     return "\n".join(lines)
@@ -47,6 +48,21 @@ def _standing(alerts: Sequence[Alert]) -> list[Alert]:
         else:
             standing.pop((alert.kind, alert.flow), None)
     return list(standing.values())
+
+
+def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
+    """Points whose module was never called: `module.forward(x)` and fused paths go past its hooks."""
+    names: list[str] = []
+    for number, flow in enumerate(header.flows):
+        keys = [metric_key(m, None if number == 0 else flow.name) for m in ("forward_calls", "backward_calls")]
+        held = [sum(r.metrics[key] for key in keys) for r in records if all(key in r.metrics for key in keys)]
+        held = [calls for calls in held if len(calls) == len(flow.points)]
+        if held:
+            names += [point for point, calls in zip(flow.points, np.sum(held, axis=0), strict=True) if calls == 0]
+    if not names:
+        return []
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"  never called (module.forward(x) instead of module(x), a fused path, or unused): {shown}"]
 
 
 def _without_gradient(records: Sequence[Record]) -> list[str]:

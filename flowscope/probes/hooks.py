@@ -120,9 +120,9 @@ class Hooks:
         """
         hook = _gradient_hook(part, deposit, self.faults)
         if torch.compiler.is_compiling():
-            x.register_hook(hook)
+            _register(x, hook)
             return
-        handle = _register_on_view(x, hook) if x._is_view() else x.register_hook(hook)
+        handle = _register_on_view(x, hook) if x._is_view() else _register(x, hook)
         if x.is_leaf:
             key = (id(x), part, slot)
             if (older := self._leaves.pop(key, None)) is not None:
@@ -144,6 +144,10 @@ class Hooks:
 HIDDEN_BASES = ("AddmmBackward0", "MmBackward0", "torch::autograd::CopySlices")
 
 
+def _register(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    return x.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Register a hook for a view so that it also counts where an in-place operation follows.
 
@@ -153,9 +157,9 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """
     base = x._base
     if base is None or base.grad_fn is None or base.numel() != x.numel():
-        return x.register_hook(hook)
+        return _register(x, hook)
     if base.grad_fn.name() in HIDDEN_BASES:
-        return base.register_hook(hook)
+        return _register(base, hook)
     fired: list[bool] = []
 
     def first(gradient: Tensor) -> None:
@@ -166,8 +170,8 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
         if not fired:
             hook(gradient)
 
-    base.register_hook(second)
-    return x.register_hook(first)
+    _register(base, second)
+    return _register(x, first)
 
 
 def _is_batched(gradient: Tensor) -> bool:

@@ -16,9 +16,9 @@ HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "h
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors inside any nesting of tuples, lists, mappings and dataclasses, in order."""
+    """Yield the floating-point tensors with values inside tuples, lists, mappings and dataclasses, nested, in order."""
     if isinstance(value, Tensor):
-        if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
+        if (value.is_floating_point() or value.is_complex()) and not value.is_meta and value.numel():
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -32,19 +32,20 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the hidden state among a block's arguments: the one that carries gradient, else the customary name, else the first.
+    """Return the hidden state among a block's arguments: the customary name, else the first, else the one with gradient.
 
-    A mask or a rotary table may be floating point and come first, but carries no gradient.
+    A mask or a rotary table may be floating point and come first, but carries no gradient and has another shape. With
+    frozen embeddings x_0 carries none either, and what a decoder's block gets beside it (the encoder's output) does.
     """
     found = [t for t in floating_tensors((args, kwargs)) if t.dim() >= 2]
+    if not args:
+        for name in HIDDEN_NAMES:
+            if any(tensor is kwargs.get(name) for tensor in found):
+                return kwargs[name]  # type: ignore[no-any-return]
     for tensor in found:
         if tensor.requires_grad:
-            return tensor
-    if args and found:
-        return found[0]
-    for name in HIDDEN_NAMES:
-        if isinstance(kwargs.get(name), Tensor):
-            return kwargs[name]  # type: ignore[no-any-return]
+            alike = found[0].dim() == tensor.dim() and found[0].shape[-1] == tensor.shape[-1]
+            return found[0] if args and alike else tensor
     return found[0] if found else None
 
 

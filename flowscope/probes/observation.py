@@ -57,6 +57,8 @@ class Observation:
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._forwards_at_begin = 0
         self._missed = self._resuming = False
+        self._fills_grad = False
+        """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
         self.sites = [
             SiteObserver(group, name, config, self.switch, hooks) for name, group in group_by_flow(connections, plan)
         ]
@@ -124,7 +126,7 @@ class Observation:
 
         So it is where an exception ended a step halfway and the loop went on with the next batch.
         """
-        if not self.switch.sampling or self.switch.in_closure:
+        if not self.switch.sampling or self.switch.in_closure or not self._fills_grad:
             return False
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
@@ -228,6 +230,7 @@ class Observation:
 
     def snapshot(self, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]) -> Snapshot:
         """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
+        self._fills_grad = any(p.grad is not None for p in self.model.parameters())
         return Snapshot(self, optimizers, replays)
 
     def first_record(self, vectors: dict[UnitProbe, Array]) -> None:

@@ -1,0 +1,221 @@
+"""Rare loops and shapes: optimizers inside backward or each other, no `.grad`, empty batches, side inputs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from watch_models import IN, OUT, B, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
+    torch.manual_seed(0)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Two backward passes a step, an inner optimizer that shares the groups (SAM, Lookahead)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    def climb(self) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.01 * p.grad)
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_around_an_optimizer_makes_one_step(given: bool) -> None:
+    model = Stack(3)
+    optimizer = Sharpness(model.parameters())
+    with watched(model, optimizer if given else None) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, data(step)).backward()
+            optimizer.climb()
+            expected = norms(truth(model, data(step)))
+            loss = loss_of(model, data(step))
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+            record = scope.records[-1]
+            assert record.step == step
+            assert record.loss == pytest.approx(loss.item())
+            if step:  # the first step cannot know yet that this loop uses .grad, and that climbing threw it away
+                close_to(record["grad_norm"], expected)
+
+
+def test_optimizers_that_step_inside_backward() -> None:
+    model = Stack(3)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def update(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    with watched(model) as scope:
+        for step in range(4):
+            expected = norms(truth(model, data(step)))
+            loss = loss_of(model, data(step))
+            loss.backward()
+            scope.step(loss=loss)
+            record = scope.records[-1]
+            assert record.step == step
+            assert record.loss == pytest.approx(loss.item())
+            if step:  # until each optimizer was seen once, nobody knows which is the last
+                close_to(record["grad_norm"], expected)
+                assert np.isfinite(record["param_grad_norm"]).all()
+
+
+def test_gradients_that_are_never_in_grad_add_up() -> None:
+    model = Stack(3)
+    parameters = list(model.parameters())
+    with watched(model) as scope:
+        for step in range(3):
+            expected = norms(truth(model, data(step)), truth(model, data(step + 9)))
+            total = [torch.zeros_like(p) for p in parameters]
+            for seed in (step, step + 9):
+                for t, g in zip(total, torch.autograd.grad(loss_of(model, data(seed)), parameters), strict=True):
+                    t += g
+            with torch.no_grad():
+                for p, g in zip(parameters, total, strict=True):
+                    p -= 0.1 * g
+            scope.step()
+            close_to(scope.records[-1]["grad_norm"], expected)
+    assert not scope.alerts
+
+
+def test_a_scope_on_a_part_and_one_on_the_whole() -> None:
+    model = Stack(4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected = norms(truth(model, data()))
+    with watched(model, optimizer) as whole, watched(model.blocks, optimizer) as part:
+        loss_of(model, data()).backward()
+        optimizer.step()
+    close_to(whole.records[0]["grad_norm"], expected)
+    close_to(part.records[0]["grad_norm"], expected)
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.own(x) + self.other(memory.mean(1, keepdim=True))
+
+
+class Decoder(nn.Module):
+    """Frozen embeddings beside an encoder that learns: x_0 carries no gradient, the memory does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.table = nn.Linear(IN, D), nn.Embedding(T, D)
+        self.layers, self.head = nn.ModuleList(Cross() for _ in range(3)), nn.Linear(D, OUT)
+
+    def forward(self, x: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+        memory = self.encoder(x)
+        h = keep(taps, self.table(torch.arange(T).expand(len(x), T)))
+        for layer in self.layers:
+            h = keep(taps, layer(h, memory))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_x0_is_the_hidden_state_and_not_what_comes_beside_it(frozen: bool) -> None:
+    model = Decoder()
+    model.table.requires_grad_(not frozen)
+    twin, taps = copy.deepcopy(model), []
+    loss = loss_of(twin, data(), taps)
+    expected = norms(torch.autograd.grad(loss, taps[frozen:]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with watched(model, optimizer) as scope:
+        loss_of(model, data()).backward()
+        optimizer.step()
+    record = scope.records[0]
+    close_to(record["grad_norm"][frozen:], expected)
+    assert np.isnan(record["grad_norm"][:frozen]).all()
+    close_to(record["act_rms"], [t.detach().double().square().mean().sqrt() for t in taps])
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+def test_an_empty_batch_is_not_seen_and_the_next_one_is(shape: tuple[int, int]) -> None:
+    model = Stack(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer) as scope:
+        model(torch.randn(*shape, IN)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = norms(truth(model, data()))
+        loss_of(model, data()).backward()
+        optimizer.step()
+    assert np.isnan(scope.records[0]["grad_norm"]).all()
+    close_to(scope.records[1]["grad_norm"], expected)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+def test_a_single_token_has_no_token_cosine_and_an_unbatched_vector_is_one_position(batch: int) -> None:
+    model = Stack(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer) as scope:
+        model(torch.randn(batch, 1, IN)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x, taps = torch.randn(IN), []
+        expected = torch.autograd.grad(copy.deepcopy(model)(x, taps).square().sum(), taps)
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert np.isnan(scope.records[0]["token_cosine"]).all()
+    assert np.isfinite(scope.records[0]["cosine"]).all()
+    # a vector has less than two axes: no hidden input is found for x_0
+    close_to(scope.records[1]["grad_norm"][1:], norms(expected)[1:])
+
+
+def test_the_summary_names_what_was_never_called() -> None:
+    class Direct(Stack):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return block.forward(x) if block is self.blocks[1] else block(x)
+
+    model = Direct(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer) as scope:
+        loss_of(model, data()).backward()
+        optimizer.step()
+    assert "never called" in scope.summary()
+    line = next(line for line in scope.summary().splitlines() if "never called" in line)
+    assert line.endswith(": blocks.1")
+    assert np.isnan(scope.records[0]["grad_norm"][2])
+
+
+def test_steps_without_a_backward_and_batches_skipped_on_a_nan_loss() -> None:
+    model, alerts = Stack(2), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer, on_alert=alerts.append) as scope:
+        optimizer.step()
+        for step, factor in enumerate((1.0, float("nan"), 1.0)):
+            optimizer.zero_grad()
+            expected = norms(truth(model, data(step)))
+            loss = loss_of(model, data(step)) * factor
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+            scope.step(loss=loss)
+    assert [r.step for r in scope.records] == [0, 1, 2]
+    assert np.isnan(scope.records[0]["grad_norm"]).all()
+    close_to(scope.records[2]["grad_norm"], expected)
+    assert [a.kind for a in alerts] == ["non_finite"]  # the loss of the skipped batch is reported all the same
