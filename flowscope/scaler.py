@@ -12,7 +12,7 @@ class ScalerWatch:
     """Wraps one GradScaler instance's `update` until `close`; reports skipped steps and keeps the scale of each step."""
 
     def __init__(self, scaler: Any, on_skip: Callable[[], None]) -> None:
-        if not callable(getattr(scaler, "update", None)) or not hasattr(scaler, "_per_optimizer_states"):
+        if not all(callable(getattr(scaler, name, None)) for name in ("update", "get_scale", "is_enabled")):
             raise FlowscopeError(
                 f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the training loop."
             )
@@ -22,14 +22,14 @@ class ScalerWatch:
         scaler.update = self._watched_update
 
     def take_scale(self) -> Any:
-        """The loss scale used in this step's backward (a tensor copied on the device, or a number); marks a step as made."""
+        """The loss scale used in this step's backward (a tensor copied on the device, or a number): a step was made."""
         self._stepped = True
-        scale = self._scaler._scale
+        scale = getattr(self._scaler, "_scale", None)  # a disabled scaler has none
         return scale.detach().clone() if scale is not None else float(self._scaler.get_scale())
 
     def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
         stepped, self._stepped = self._stepped, False
-        if not stepped and self._scaler._per_optimizer_states:
+        if not stepped and getattr(self._scaler, "_per_optimizer_states", None):
             self._on_skip()
             self._stepped = False
         return self._update(*args, **kwargs)

@@ -100,6 +100,28 @@ def test_gradients_that_are_never_in_grad_add_up() -> None:
     assert not scope.alerts
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_that_is_switched_off_scales_nothing(enabled: bool) -> None:
+    model = Stack(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    before = sorted(vars(scaler))
+    with watched(model, optimizer, scaler=scaler) as scope:
+        for step in range(3):
+            twin = copy.deepcopy(model)
+            loss_of(twin, data(step)).backward()
+            expected = norms(truth(model, data(step)))
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, data(step))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            record = scope.records[-1]
+            assert (record.step, record.flags) == (step, ())
+            close_to(record["grad_norm"], expected)
+            close_to(record["param_grad_norm"], [p.grad.norm() for p in twin.parameters()])
+    assert sorted(vars(scaler)) == before
+
+
 def test_a_scope_on_a_part_and_one_on_the_whole() -> None:
     model = Stack(4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

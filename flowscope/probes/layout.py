@@ -32,7 +32,7 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the hidden state among a block's arguments: the customary name, else the first, else the one with gradient.
+    """Return the hidden state among a block's arguments: by the customary name, as the first, by its gradient.
 
     A mask or a rotary table may be floating point and come first, but carries no gradient and has another shape. With
     frozen embeddings x_0 carries none either, and what a decoder's block gets beside it (the encoder's output) does.
