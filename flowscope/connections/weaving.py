@@ -46,7 +46,7 @@ class Recipe:
     def make(self) -> Connection:
         """Return the connection as it is at the start; the random state stays as it is."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)
             return self.factory(self.mode, self.context, self.options)
 
 

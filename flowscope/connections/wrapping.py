@@ -23,7 +23,7 @@ from flowscope.connections.postln import deepnorm_init_
 from flowscope.connections.stream_outputs import ReduceHiddenStates
 from flowscope.connections.verification import BlockRan, FirstForward, check_run, difference
 from flowscope.connections.weaving import Notice, Recipe, WovenBlock, unweave, weave
-from flowscope.discovery.sites import SitePlan, plan_sites
+from flowscope.discovery.sites import SitePlan, plan_sites, uncompiled
 from flowscope.errors import FlowscopeError
 
 logger = logging.getLogger("flowscope")
@@ -60,7 +60,7 @@ def wrap(
     settings = parse_options(name, **options)
     if not isinstance(model, nn.Module):
         raise FlowscopeError(f"wrap(model): got {type(model).__name__}, expected a torch.nn.Module.")
-    inner = original_module(model)
+    inner = uncompiled(model)
     if is_wrapped(inner):
         raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
     plan, call, before = plan_sites(inner, example_inputs, where)
@@ -97,7 +97,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         FlowscopeError: the model is not wrapped.
     """
-    inner = original_module(model)
+    inner = uncompiled(model)
     blocks = [module for module in inner.modules() if isinstance(module, WovenBlock)]
     if not blocks:
         raise FlowscopeError("unwrap: the model is not wrapped.")
@@ -125,12 +125,6 @@ def is_wrapped(model: nn.Module) -> bool:
 def connections(model: nn.Module) -> list[tuple[str, Connection]]:
     """Return (module path, connection) of every wrapped block, in module order."""
     return [(path, module) for path, module in model.named_modules() if isinstance(module, Connection)]
-
-
-def original_module(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's wrapper."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
 
 
 def streams_of(settings: ModeOptions) -> int:

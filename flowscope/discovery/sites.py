@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -147,7 +148,13 @@ def find_sites(model: nn.Module, example_inputs: Any = None) -> SitePlan:
     Raises:
         FlowscopeError: the model cannot be run on the example inputs.
     """
-    return plan_sites(model, example_inputs)[0]
+    return plan_sites(uncompiled(model), example_inputs)[0]
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; any other as it is."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
 
 
 def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) -> tuple[SitePlan, Call | None, Any]:
@@ -185,7 +192,14 @@ def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
         found = {p: f for p, f in found.items() if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)}
         if not found:
             raise FlowscopeError(f"wrap(where=...): got {patterns}, no block's path matches; see find_sites(model).")
-    return {path: flow for path, flow in found.items() if not any(path.startswith(f"{other}.") for other in found)}
+    return {path: flow for path, flow in found.items() if not any(parent in found for parent in parents(path))}
+
+
+def parents(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 class OutsideUse(TorchFunctionMode):
@@ -279,7 +293,7 @@ def read_plan(trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
     runs once, and the next block's first site is on that tensor (not on a projection of it).
     """
     order = list(dict.fromkeys(run.path for run in trace.runs))
-    count = {path: sum(run.path == path for run in trace.runs) for path in order}
+    count = Counter(run.path for run in trace.runs)
     planned = [BlockSites(path, blocks[path], trace.traced[path]) for path in order]
     by_path = {block.path: number for number, block in enumerate(planned)}
     for before, after in zip(trace.runs, trace.runs[1:], strict=False):
