@@ -9,12 +9,12 @@ from flowscope.errors import FlowscopeError
 
 
 class ScalerWatch:
-    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps and keeps the scale of each step."""
+    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps, keeps the scale of each step."""
 
     def __init__(self, scaler: Any, on_skip: Callable[[], None]) -> None:
         if not all(callable(getattr(scaler, name, None)) for name in ("update", "get_scale", "is_enabled")):
             raise FlowscopeError(
-                f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the training loop."
+                f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the loop."
             )
         self._scaler, self._on_skip = scaler, on_skip
         self._stepped = False

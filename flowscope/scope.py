@@ -99,6 +99,7 @@ class _Pending:
     ) -> None:
         self.step, self.snapshot, self.canary, self.losses, self.flags = step, snapshot, canary, losses, flags
         self.scale = scale
+        self.found_inf: list[Tensor] = []
 
     def ready(self) -> bool:
         return self.canary.ready() and (self.snapshot is None or self.snapshot.ready())
@@ -140,6 +141,7 @@ class Scope:
         self._ended_unclaimed = False
         self._ended_any = False
         self._losses: list[Any] = []
+        self._found_inf: list[Tensor] = []
         self._pending: deque[_Pending] = deque()
         self._records: deque[Record] = deque(maxlen=self.config.max_records)
         self._alerts: deque[Alert] = deque(maxlen=self.config.max_alerts)
@@ -333,7 +335,11 @@ class Scope:
             self._updating = True
             self._replays = self._observation.replay_time()
             self._observation.before_update()
-        self._observation.read_gradients({id(p) for group in optimizer.param_groups for p in group["params"]})
+        self._read_gradients(optimizer)
+
+    def _read_gradients(self, optimizer: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._observation.read_gradients(held, getattr(optimizer, "grad_scale", None))
 
     def after_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
         """An optimizer has stepped; the last one ends the step."""
@@ -341,10 +347,13 @@ class Scope:
         if self._observing():
             if closure:
                 self._replays = self._replays or self._observation.replay_time()
-                self._observation.read_gradients({id(p) for group in optimizer.param_groups for p in group["params"]})
+                self._read_gradients(optimizer)
             if last:
                 self._observation.read_gradients()
                 self._observation.after_update()
+        if (found := getattr(optimizer, "found_inf", None)) is not None:
+            # a fused optimizer is called all the same, and leaves the weights as they are
+            self._found_inf.append(found.detach().clone())
         if last:
             self._end_step()
 
@@ -397,6 +406,7 @@ class Scope:
         self._pending.append(
             _Pending(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
         )
+        self._pending[-1].found_inf, self._found_inf = self._found_inf, []
         self._losses, self._replays, self._updating = [], [], False
         self._ended_unclaimed = self._ended_any = True
         self._forwards_at_end = self._observation.forwards
@@ -438,6 +448,8 @@ class Scope:
 
     def _finish(self, pending: _Pending) -> None:
         losses = [float(value) for value in pending.losses]
+        if pending.found_inf and all(float(found) > 0 for found in pending.found_inf):
+            pending.flags = (*pending.flags, "skipped")
         counts = pending.canary.read()
         canary = sum((part[:, 0] for part in counts), np.zeros(len(Canary.KINDS)))
         canary[Canary.KINDS.index("loss")] += sum(not np.isfinite(value) for value in losses)

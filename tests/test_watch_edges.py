@@ -122,6 +122,34 @@ def test_a_scaler_that_is_switched_off_scales_nothing(enabled: bool) -> None:
     assert sorted(vars(scaler)) == before
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_gradients_are_recorded_as_the_true_ones_and_a_skipped_step_says_so(fused: bool) -> None:
+    model, alerts = Stack(3), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with watched(model, optimizer, scaler=scaler, on_alert=alerts.append) as scope:
+        for step in range(3):
+            twin = copy.deepcopy(model)
+            loss_of(twin, data(step)).backward()
+            expected = norms(truth(model, data(step)))
+            optimizer.zero_grad()
+            loss = loss_of(model, data(step))
+            scaler.scale(loss).backward()
+            if step == 1:
+                model.head.weight.grad[0, 0] = float("inf")  # an overflow of the scaled gradient
+            scaler.step(optimizer)
+            scaler.update()
+            scope.step(loss=loss)
+            record = scope.records[-1]
+            assert (record.step, record.flags) == (step, ("skipped",) if step == 1 else ())
+            if step == 1:
+                assert not {"grad_norm", "param_grad_norm", "update_ratio"} & set(record.metrics)
+            else:
+                close_to(record["grad_norm"], expected)
+                close_to(record["param_grad_norm"], [p.grad.norm() for p in twin.parameters()])
+    assert not alerts
+
+
 def test_a_scope_on_a_part_and_one_on_the_whole() -> None:
     model = Stack(4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

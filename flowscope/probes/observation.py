@@ -199,10 +199,10 @@ class Observation:
         if self.parameters is not None and self.faults.alive("parameters"):
             self.faults.guard("parameters", self.parameters.before_step)
 
-    def read_gradients(self, only: set[int] | None = None) -> None:
+    def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Read the gradients that an optimizer (ids of its parameters), or all, will use."""
         if self.parameters is not None:
-            self.faults.guard("parameters", self.parameters.read_gradients, only)
+            self.faults.guard("parameters", self.parameters.read_gradients, only, scale)
 
     def after_update(self) -> None:
         """The weights have changed."""

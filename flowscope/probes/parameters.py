@@ -78,11 +78,12 @@ class ParameterObserver:
         return {i: p.detach() for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
 
     @torch.no_grad()
-    def read_gradients(self, only: set[int] | None = None) -> None:
+    def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Take the gradients' norms.
 
         Args:
             only: ids of the parameters to read now (one optimizer's); None reads all that were not read yet.
+            scale: what the gradients are still multiplied by (fused optimizers unscale them inside their step).
         """
         found: dict[int, Tensor] = {}
         for i, parameter in enumerate(self.current()):
@@ -91,7 +92,11 @@ class ParameterObserver:
             if only is None or id(parameter) in only:
                 gradient = parameter.grad.detach()
                 found[i] = gradient.coalesce().values() if gradient.is_sparse else gradient
-        self.gradients.update(zip(found, norms(list(found.values())), strict=True))
+        values = norms(list(found.values()))
+        if scale is not None:
+            factor = scale.item() if scale.device.type == "cpu" else scale
+            values = [value / factor for value in values]
+        self.gradients.update(zip(found, values, strict=True))
 
     @torch.no_grad()
     def after_step(self) -> None:
