@@ -243,6 +243,13 @@ def test_plan_prints_a_table() -> None:
     assert lines[3].split() == ["blocks.0", "1", "3x5x8", "identity", "pre", "blocks.0"]
 
 
+def test_plan_says_where_adds_are_counted() -> None:
+    assert "note: in 2 blocks (blocks.0 ...)" in str(
+        find_sites(models.Stack(models.FunctionalDropoutBlock), models.hidden_states())
+    )
+    assert "note:" not in str(find_sites(models.Stack(models.PreNormBlock), models.hidden_states()))
+
+
 def test_replaced_forward_is_named() -> None:
     model = models.Stack(models.PreNormBlock)
     model.blocks[1].forward = model.blocks[1].forward

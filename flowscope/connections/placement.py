@@ -56,7 +56,7 @@ def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
         name=name,
         output=traced.output,
         child=child,
-        taggable=all(rule.touch is not None for rule in rules),
+        taggable=block.taggable,
         deferred=deferred,
         dims=0 if not streams or deferred else len(block.shape) + (not block.first),
         path=block.path,

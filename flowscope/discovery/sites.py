@@ -63,6 +63,11 @@ class BlockSites:
         """Shape of the carried x at the first site."""
         return self.traced.sites[0].shape
 
+    @property
+    def taggable(self) -> bool:
+        """Whether the carry can be tagged on its whole way; else a function mode counts the block's adds."""
+        return all(site.rule.touch is not None for site in self.traced.sites)
+
 
 @dataclass(frozen=True)
 class SitePlan(Sequence[Site]):
@@ -113,6 +118,12 @@ class SitePlan(Sequence[Site]):
             lines.append(f"flow {flow}: {len(rows) - 1} sites")
             lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         lines += [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
+        counted = [block.path for block in self.blocks if not block.taggable]
+        if counted:
+            lines.append(
+                f"note: in {len(counted)} blocks ({counted[0]} ...) x reaches an add through a function that is no child: "
+                "their adds are counted, which excludes compile and checkpoint together."
+            )
         if not self.traced:
             lines.append("note: each block was run alone (no example_inputs); checked at the first forward.")
         return "\n".join(lines) or "no merge sites"
