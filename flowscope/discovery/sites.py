@@ -121,7 +121,7 @@ class SitePlan(Sequence[Site]):
         counted = [block.path for block in self.blocks if not block.taggable]
         if counted:
             lines.append(
-                f"note: in {len(counted)} blocks ({counted[0]} ...) x reaches an add through a function that is no child: "
+                f"note: in {len(counted)} blocks ({counted[0]} ...) x reaches an add through a function, no child: "
                 "their adds are counted, which excludes compile and checkpoint together."
             )
         if not self.traced:
