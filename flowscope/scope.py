@@ -52,6 +52,7 @@ def watch(
     on_alert: AlertCallback | Sequence[AlertCallback] | None = None,
     sinks: Iterable[Sink] = (),
     flows: Sequence[str] | None = None,
+    gates: Sequence[str] | str | None = None,
     scaler: Any = None,
     config: WatchConfig | dict[str, Any] | None = None,
 ) -> Scope:
@@ -66,6 +67,8 @@ def watch(
         on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
         sinks: further objects with `write(event)` and `close()`.
         flows: module paths to use as the depth axis instead of the discovered ones (`flowscope.find_flows(model)`).
+        gates: patterns of modules of the model whose outputs are gates in (0, 1); their statistics are recorded. The
+            gates of wrapped blocks are seen without it.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
         config: `WatchConfig` or a dict of its keys.
 
@@ -80,6 +83,7 @@ def watch(
         on_alert=on_alert,
         sinks=sinks,
         flows=flows,
+        gates=gates,
         scaler=scaler,
         config=config,
     )
@@ -123,6 +127,7 @@ class Scope:
         on_alert: AlertCallback | Sequence[AlertCallback] | None,
         sinks: Iterable[Sink],
         flows: Sequence[str] | None,
+        gates: Sequence[str] | str | None,
         scaler: Any,
         config: WatchConfig | dict[str, Any] | None,
     ) -> None:
@@ -157,7 +162,9 @@ class Scope:
         self._sinks_closed = False
         try:
             self._add_own_sinks(log_dir)
-            self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model))
+            self._observation = Observation(
+                model, self.flows, self.config, self._hooks, connections(model), [gates] if isinstance(gates, str) else gates or ()
+            )
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:

@@ -513,6 +513,8 @@ def test_branch_alignment_changes_neither_losses_nor_random_numbers() -> None:
     assert torch.equal(bare[1], watched[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own, of a Function
 @pytest.mark.parametrize(("mode", "options", "block"), [MODES[k] for k in (1, 3, 5, 8, 9)])
 def test_a_compiled_model_says_the_same(mode: str, options: dict[str, Any], block: Any) -> None:
     model, data = wrapped(mode, options, block), batches()[:1]

@@ -103,6 +103,7 @@ class FlowObserver:
         self.tracked_calls: Counter[PointKey] = Counter()
         self.grams: dict[PointKey, Tensor] = {}
         self.slices: dict[PointKey, Tensor] = {}
+        self.widths: dict[PointKey, int] = {}
         self._executed: dict[PointKey, None] = {}
         self._readers: list[AxisReader] = []
         self._canaries = {len(flow.outputs) - 1} | ({0} if flow.entry is None else set())
@@ -175,21 +176,24 @@ class FlowObserver:
             return
         if recomputing and key in self._tracked:
             return
+        if tracing:
+            # inside a checkpoint x belongs to the graph outside, so a hook on it may only capture x itself
+            if tracked:
+                self.hooks.on_gradient(x, self.part, partial(self._deposit_entry, key, x), key)
+            return
         forward, positions = self._forward(key, self._readers[0], x, None)
-        if not tracing:
-            self._origin = self._origin or positions
-            self._previous = positions
-            if torch.is_grad_enabled():
-                self._executed.setdefault(key)
-                self.forward_calls[key] += 1
+        self._origin = self._origin or positions
+        self._previous = positions
+        if torch.is_grad_enabled():
+            self._executed.setdefault(key)
+            self.forward_calls[key] += 1
         if tracked:
-            if not tracing:
-                if not recomputing:
-                    self._tracked.add(key)
-                self.tracked_calls[key] += 1
-                self._entry_waits = None
+            if not recomputing:
+                self._tracked.add(key)
+            self.tracked_calls[key] += 1
+            self._entry_waits = None
             self._register(x, key, forward, self._slow_slices(self._readers[0], x), late)
-        elif not recomputing and not tracing and torch.is_grad_enabled():
+        elif not recomputing and torch.is_grad_enabled():
             self._entry_waits = forward
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -294,6 +298,9 @@ class FlowObserver:
         """Return the forward sums of a point, and the positions seen."""
         x = x.detach()
         head = statistics.head(x, float(x.numel()))
+        if self.flow.kind == "concat" and not is_compiling():
+            states, axis, _ = reader.read(x)
+            self.widths[key] = states.shape[axis]
         if not self.depth:
             return (head, None), None
         with full_precision(x):
@@ -367,6 +374,9 @@ class FlowObserver:
             self.buffer.add(row, statistics.GRAD_SQUARE, backward)
         if between is not None:
             self.buffer.add(row, statistics.TO_INPUT, between)
+
+    def _deposit_entry(self, key: PointKey, x: Tensor, gradient: Tensor) -> None:
+        self._deposit(key, self._forward(key, self._readers[0], x, None)[0], None, None, None, gradient)
 
     def _row(self, key: PointKey) -> int:
         row = self.rows.get(key)

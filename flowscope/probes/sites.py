@@ -121,8 +121,13 @@ class SiteObserver:
             return
         with full_precision(tensor):
             sums = self._sums(k, name, tensor)
-        if sums is not None:
-            kind, start, values = sums
+        if sums is None:
+            return
+        kind, start, values = sums
+        if is_compiling():
+            # a block's add is answered inside __torch_function__, where dynamo traces no register_hook
+            self._deposit((k, kind), start, values, tensor)
+        else:
             self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
 
     def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Tensor] | None:

@@ -1,0 +1,56 @@
+"""Collects the metrics of one record under their keys, with the labels of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowscope.records import FlowLayout, Record, metric_key
+
+Array = NDArray[np.float64]
+
+
+class RecordBuilder:
+    """Collects the metrics of a record under their keys."""
+
+    def __init__(self, step: int) -> None:
+        self.layouts: list[FlowLayout] = []
+        self._record = Record(step)
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._flow: str | None = None
+
+    def flow(self, layout: FlowLayout) -> None:
+        """What is added from here on belongs to this flow."""
+        self._flow = layout.name if self.layouts else None
+        self.layouts.append(layout)
+
+    def within(self, flow: str) -> None:
+        """What is added from here on belongs to this flow, which was added before."""
+        self._flow = None if self.layouts and self.layouts[0].name == flow else flow
+
+    def values(self, name: str) -> Array:
+        """A metric that was added."""
+        return self._record.metrics[name]
+
+    def family(self) -> None:
+        """What is added from here on belongs to no flow."""
+        self._flow = None
+
+    def add(self, name: str, values: Array, labels: Sequence[str]) -> None:
+        """Add one metric with the paths of its entries."""
+        key = metric_key(name, self._flow)
+        self._record.metrics[key] = np.asarray(values, dtype=np.float64)
+        self._labels[key] = tuple(labels)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence on what could not be measured."""
+        if sentence and sentence not in self._record.notes:
+            self._record.notes = (*self._record.notes, sentence)
+
+    def finish(self) -> Record:
+        """The record."""
+        self._record.metric_labels = self._labels
+        self._record.flow_names = tuple(layout.name for layout in self.layouts)
+        return self._record

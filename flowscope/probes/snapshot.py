@@ -1,0 +1,235 @@
+"""One sampled step's deposits on their way to the host, and the record made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes import matrices, summaries
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.deposit import FlowObserver, PointKey
+from flowscope.probes.gates import GateObserver
+from flowscope.probes.record_builder import RecordBuilder
+from flowscope.probes.recurrent import Replay
+from flowscope.probes.sites import SiteObserver, grad_norms
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
+from flowscope.probes.through_time import TimeObserver
+from flowscope.records import FlowLayout, Record
+
+if TYPE_CHECKING:
+    from flowscope.probes.observation import Observation
+
+Array = NDArray[np.float64]
+MATRIX_POINTS = 128
+
+
+class Snapshot:
+    """One sampled step's deposits on their way to the host; `record` turns them into numbers."""
+
+    def __init__(
+        self, observation: Observation, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]
+    ) -> None:
+        self._observation = observation
+        self._tensors: list[Tensor] = []
+        self._rows = self._keep(observation.buffer.take())
+        self._parameters = self._take_parameters()
+        units = observation.faults.guard("units", observation.units.take) if observation.units else None
+        self._units = [(self._keep([t]), p) for t, p in units or ()]
+        self._replays = [
+            (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
+            for time, r in replays
+        ]
+        self._sites = [(site, self._keep(site.buffer.take())) for site in observation.sites]
+        self._gates = (observation.gates, self._keep(observation.gates.buffer.take())) if observation.gates else None
+        self._alignments = [(a, a.take()) for a in observation.alignments]
+        self._points = {id(flow): flow.points() for flow in observation.flows}
+        self._calls = {id(f): (dict(f.forward_calls), dict(f.tracked_calls)) for f in observation.flows}
+        self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
+        self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
+        self._not_measured: list[int] = []
+        self._wiring: tuple[Array, Array] | None = None
+        if observation.parameters is not None:
+            self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
+        self._copy = HostCopy(self._tensors)
+        self._tensors = []
+
+    def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array]:
+        parameters = self._observation.parameters
+        assert parameters is not None
+        return parameters.trainable(), parameters.optimized(optimizers)
+
+    def join(self, optimizer: Any, optimizers: Iterable[Any]) -> None:
+        """An optimizer found only now is about to make the second half of this step's update."""
+        parameters = self._observation.parameters
+        if parameters is None or self._wiring is None:
+            return
+        self._wiring = (self._wiring[0], parameters.optimized(optimizers))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
+
+    def _take_parameters(self) -> tuple[Array, NDArray[np.bool_], list[tuple[slice, list[tuple[int, int]]]]] | None:
+        observation = self._observation
+        if observation.parameters is None:
+            return None
+        taken = observation.faults.guard("parameters", observation.parameters.take)
+        if taken is None:
+            return None
+        values, read, vectors = taken
+        return values, read, [(self._keep([vector]), index) for vector, index in vectors]
+
+    @staticmethod
+    def _thinned(slices: dict[PointKey, Tensor]) -> dict[PointKey, Tensor]:
+        keys = sorted(slices)
+        return {key: slices[key] for key in keys[:: -(-len(keys) // MATRIX_POINTS)]} if keys else {}
+
+    def _keep(self, tensors: list[Tensor]) -> slice:
+        start = len(self._tensors)
+        self._tensors += tensors
+        return slice(start, len(self._tensors))
+
+    def _keep_all(self, tensors: dict[PointKey, Tensor]) -> dict[PointKey, slice]:
+        return {key: self._keep([tensor]) for key, tensor in tensors.items()}
+
+    def ready(self) -> bool:
+        """Whether `record` would not wait for a copy."""
+        return self._copy.ready()
+
+    def record(self, step: int) -> tuple[Record, list[FlowLayout]]:
+        """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
+        host = self._copy.read()
+        rows = added(host[self._rows], COLUMNS)
+        out = RecordBuilder(step)
+        for flow in self._observation.flows:
+            self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
+        for time, where, note in self._replays:
+            self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+        for site, where in self._sites:
+            if site.flow not in {layout.name for layout in out.layouts}:  # its blocks are in no watched flow
+                out.flow(FlowLayout(site.flow, "blocks", (), ()))
+                self._observation.faults.guard(site.part, self._site, out, site, host[where])
+        if self._gates is not None:
+            gates, where = self._gates
+            self._observation.faults.guard(gates.PART, _gates, out, gates, host[where])
+        out.family()
+        self._observation.faults.guard("parameters", self._parameter_family, out, host)
+        self._observation.faults.guard("units", self._unit_family, out, host)
+        return out.finish(), out.layouts
+
+    def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
+        points = self._points[id(flow)]
+        labels = flow.labels(points)
+        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, tuple(labels), tuple(labels[1:])))
+        picked = np.zeros((len(points), COLUMNS))
+        calls = np.full((2, len(points)), np.nan)
+        for at, key in enumerate(points):
+            owner, own = flow.source(key)
+            if (row := owner.rows.get(own)) is not None and row < len(rows):
+                picked[at] = rows[row]
+            for kind, counted in enumerate(self._calls[id(owner)]):
+                calls[kind, at] = counted.get(own, 0)
+        metrics = summaries.flow_metrics(picked)
+        metrics["forward_calls"], metrics["tracked_calls"] = calls
+        if flow.depth:
+            metrics.update(summaries.depth_metrics(picked))
+        if flow.flow.kind == "concat":
+            metrics["group_grad_norm"] = metrics["grad_norm"]
+            metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
+        for name, values in metrics.items():
+            out.add(name, values, labels if len(values) == len(points) else labels[1:])
+        self._slow(out, flow, points, labels, host)
+        for site, where in self._sites:
+            if site.flow == flow.flow.name:
+                self._observation.faults.guard(site.part, self._site, out, site, host[where])
+        for alignment, traces in self._alignments:
+            if alignment.flow is flow.flow and traces is not None:
+                out.add("branch_alignment", traces, alignment.labels)
+
+    @staticmethod
+    def _site(out: RecordBuilder, site: SiteObserver, parts: list[Array]) -> None:
+        for name, (values, labels) in site.metrics(added(parts, site.buffer.columns)).items():
+            out.add(name, values, labels)
+
+    def _slow(
+        self, out: RecordBuilder, flow: FlowObserver, points: list[PointKey], labels: list[str], host: list[Array]
+    ) -> None:
+        grams, slices = self._grams[id(flow)], self._slices[id(flow)]
+        if grams:
+            ranks = [
+                matrices.effective_rank_of_gram(torch.from_numpy(host[grams[key]][0])) if key in grams else np.nan
+                for key in points
+            ]
+            out.add("effective_rank", np.array(ranks), labels)
+        shown = [(key, label) for key, label in zip(points, labels, strict=True) if key in slices]
+        units = [host[slices[key]][0] for key, _ in shown]
+        if len(units) > 1 and len({u.shape for u in units}) == 1:
+            matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
+            out.add("cosine_matrix", matrix, [label for _, label in shown])
+
+    def _parameter_family(self, out: RecordBuilder, host: list[Array]) -> None:
+        observation = self._observation
+        if observation.parameters is not None and self._wiring is not None and self._parameters is not None:
+            names = observation.parameters.names
+            values, sampled, vectors = self._parameters
+            for where, index in vectors:
+                values[tuple(np.array(index).T)] = host[where][0]
+            values[2, self._not_measured] = np.nan
+            sampled[2, self._not_measured] = False
+            for name, array in summaries.parameter_metrics(values, sampled).items():
+                out.add(name, array, names)
+            for name, array in zip(("param_trainable", "param_optimized"), self._wiring, strict=True):
+                out.add(name, array, names)
+            out.add("param_is_norm", observation.parameters.is_norm, names)
+            norms = dict(zip(names, out.values("param_grad_norm"), strict=True))
+            for site, _ in self._sites:
+                out.within(site.flow)
+                for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
+                    out.add(name, array, labels)
+            out.family()
+
+    def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
+        observation = self._observation
+        vectors = {probe: host[where][0] for where, probe in self._units}
+        observation.first_record(vectors)
+        vectors = {p: v for p, v in vectors.items() if p.kind != "input" or (p.hook is not None and p.hook.on)}
+        metrics, labels = summaries.unit_metrics(
+            {p.label: v for p, v in vectors.items()}, {p.label: p.kind for p in vectors}
+        )
+        for name, array in metrics.items():
+            out.add(name, array, labels[name])
+
+
+def added(parts: list[Array], columns: int) -> Array:
+    """The rows that several devices hold, added up."""
+    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
+    for part in parts:
+        rows[: len(part)] += part
+    return rows
+
+
+def _time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note: str) -> None:
+    """The flows through time of one fused recurrent layer: a flow per layer and direction, points in processing order."""
+    gradients, activations, counts = parts
+    hidden = time._rnn.proj_size or time._rnn.hidden_size
+    for row, name in enumerate(time.row_names()):
+        order = slice(None, None, -1) if name.endswith("_reverse") else slice(None)
+        labels = [f"{time.path}#{t}" for t in range(gradients.shape[1])][order]
+        out.flow(FlowLayout(name, "time", tuple(labels), tuple(labels[1:])))
+        rows = np.zeros((gradients.shape[1], COLUMNS))
+        rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
+        rows[:, ELEMENTS] = counts[order] * hidden
+        rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
+        for metric, values in summaries.flow_metrics(rows).items():
+            out.add(metric, values, labels if len(values) == len(labels) else labels[1:])
+    out.note(note)
+
+
+def _gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:
+    """The gates of the user's own model, as a flow of that name without points."""
+    out.flow(FlowLayout(gates.NAME, "gates", (), ()))
+    for name, values in gates.metrics(added(parts, gates.buffer.columns)).items():
+        out.add(name, values, gates.labels)
