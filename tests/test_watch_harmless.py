@@ -460,7 +460,7 @@ def test_state_goes_through_json_and_the_resumed_scope_goes_on_as_one() -> None:
 # -- compiled
 
 
-@pytest.mark.parametrize("kind", ["stack", "chain"])
+@pytest.mark.parametrize("kind", ["stack", "chain", "checkpoint"])
 def test_a_compiled_model_is_one_graph_with_the_numbers_of_the_eager_one(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +468,7 @@ def test_a_compiled_model_is_one_graph_with_the_numbers_of_the_eager_one(
     torch._dynamo.reset()
     torch.manual_seed(4)
     chain = nn.Sequential(nn.Linear(IN, D), nn.Tanh(), nn.Linear(D, D), nn.ReLU(), nn.Linear(D, OUT))
-    model = Stack(3) if kind == "stack" else chain
+    model = {"stack": Stack, "checkpoint": Checkpointed}[kind](3) if kind != "chain" else chain
     eager = copy.deepcopy(model)
     records = []
     for net, compiled in ((eager, False), (model, True)):
