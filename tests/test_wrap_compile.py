@@ -83,12 +83,7 @@ def test_mode_fallback_compiles(mode: str) -> None:
     torch.testing.assert_close(run(model, compiled, x), expected, rtol=1e-5, atol=1e-6)
 
 
-PROMOTED = pytest.mark.xfail(
-    strict=False, raises=RuntimeError, reason="a branch in fp32 widens bf16 streams, the coefficients stay bf16"
-)
-
-
-@pytest.mark.parametrize("mode", ["keel", pytest.param("dhc", marks=PROMOTED), pytest.param("mhc", marks=PROMOTED)])
+@pytest.mark.parametrize("mode", ["keel", "dhc", "mhc"])
 def test_autocast(mode: str) -> None:
     model, x = wrapped(models.PreNormBlock, mode)
     expected = run(model, model, x)

@@ -65,6 +65,8 @@ class StreamConnection(Connection):
             f = self.features_last(f)
             self._check(f, f.shape[-1:], (self.features,))
             streams, f = common_dtype(streams, f)
+            # an fp32 branch under autocast widens bf16 streams: the coefficients follow
+            residual, write = residual.to(streams.dtype), write.to(streams.dtype)
             streams = self._write(streams, residual, write, f)
             if site + 1 < self.sites:
                 return self._read(site + 1, streams)
