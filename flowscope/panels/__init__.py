@@ -1,0 +1,26 @@
+"""What people look at: a TensorBoard tab and one HTML file, drawn by the same JavaScript. Nothing here imports torch.
+
+    plugin.py      the tab "Flow" (entry point `tensorboard_plugins`): reads a log folder through TensorBoard
+    report.py      write_report(runs, path): one self-contained file
+    catalogue.py   what each metric means, on which scale it is drawn, which metric shows an alert
+    series.py      a metric over depth and steps, made to fit a screen
+    overview.py    what there is in a run, and what is wrong with it
+    assets.py      the files of web/, served or inlined
+
+The browser gets JSON and never HTML: names of modules are untrusted text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["write_report"]
+
+
+def __getattr__(name: str) -> Any:
+    # TensorBoard imports this package for every user: the report is loaded where it is asked for
+    if name == "write_report":
+        from flowscope.panels.report import write_report
+
+        return write_report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

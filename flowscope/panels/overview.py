@@ -1,0 +1,152 @@
+"""What there is in a run and what is wrong with it, in the words that stand on top of the tab and of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flowscope.panels.catalogue import SHOWN_BY, present
+from flowscope.panels.series import Array, strict
+from flowscope.records import Alert, RunHeader, metric_key, split_key
+
+_RANK = {"error": 3, "warning": 2, "info": 1}
+
+
+@dataclass
+class RunView:
+    """What is known of a run before any metric is read.
+
+    Attributes:
+        name: of the run.
+        header: None where it is missing or cannot be read.
+        labels: key of a metric -> its row labels, for every metric that has records.
+        alerts: raised and resolved, in the order they were written.
+        products: key -> the last gradient product, for the words on top.
+        last_step: of the last record, None without records.
+        notices: what could not be read, and why.
+        stamp: changes when the run does.
+    """
+
+    name: str
+    header: RunHeader | None = None
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    alerts: Sequence[Alert] = ()
+    products: Mapping[str, Array] = field(default_factory=dict)
+    last_step: int | None = None
+    notices: list[str] = field(default_factory=list)
+    stamp: str = ""
+
+
+def overview_payload(runs: Sequence[RunView]) -> dict[str, Any]:
+    """What the browser starts from: the runs with their flows, metrics, alerts and the verdict on each."""
+    return {"runs": [_run_payload(run) for run in runs]}
+
+
+def _run_payload(run: RunView) -> dict[str, Any]:
+    header = run.header
+    spans = alert_spans(run)
+    flows = flows_of(run)
+    first = flows[0]["name"] if flows else ""
+    return {
+        "name": run.name,
+        "last_step": run.last_step,
+        "flows": flows,
+        "metrics": [present(key, len(labels), first) for key, labels in run.labels.items()],
+        "alerts": spans,
+        "verdict": verdict(run, spans),
+        "facts": facts(run),
+        "notices": run.notices,
+        "config": strict(header.config) if header else {},
+        "environment": strict(header.environment) if header else {},
+        "stamp": run.stamp,
+    }
+
+
+def flows_of(run: RunView) -> list[dict[str, Any]]:
+    """Name, kind and number of points of each flow; without a header, what the keys tell."""
+    if run.header and run.header.flows:
+        return [{"name": f.name, "kind": f.kind, "points": len(f.points)} for f in run.header.flows]
+    lengths = {split_key(key)[1] or "network": len(labels) for key, labels in reversed(run.labels.items())}
+    return [{"name": name, "kind": "unknown", "points": length} for name, length in reversed(lengths.items())]
+
+
+def alert_spans(run: RunView) -> list[dict[str, Any]]:
+    """Each raised alert with the step at which it was resolved (None: it stands), and the metric and row to look at."""
+    spans: list[dict[str, Any]] = []
+    standing: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for alert in run.alerts:
+        cause = (alert.kind, alert.flow)
+        if alert.state == "resolved":
+            span = standing.pop(cause, None)
+            if span:
+                span["resolved"] = alert.step
+            continue
+        data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
+        key, row = place(run, alert)
+        standing[cause] = {**data, "since": alert.since, "flow": alert.flow, "resolved": None, "key": key, "row": row}
+        spans.append(standing[cause])
+    return spans
+
+
+def place(run: RunView, alert: Alert) -> tuple[str | None, int | None]:
+    """The key of the metric that shows the alert and the row it names; None where the run has no such metric or row."""
+    first = run.header.flows[0].name if run.header and run.header.flows else alert.flow
+    flow = None if alert.flow == first else alert.flow
+    found: str | None = None
+    for metric in (*SHOWN_BY.get(alert.kind, ()), "gradient_product"):
+        for key in dict.fromkeys((metric_key(metric, flow), metric)):
+            labels = run.labels.get(key)
+            if labels is None:
+                continue
+            row = _row(labels, alert.where)
+            if row is not None or not alert.where:
+                return key, row
+            found = found or key
+    return found, None
+
+
+def _row(labels: Sequence[str], where: str) -> int | None:
+    for candidate in (where, f"{where}:input"):
+        if candidate in labels:
+            return labels.index(candidate)
+    inside = [i for i, label in enumerate(labels) if where and label.startswith((f"{where}.", f"{where}#"))]
+    around = [i for i, label in enumerate(labels) if label and where.startswith((f"{label}.", f"{label}#"))]
+    return next(iter(inside), next(reversed(around), None))
+
+
+def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The state of the run in a few words, and its severity: "none" without records, "ok", or the worst that stands."""
+    if run.last_step is None and not spans:
+        return {"severity": "none", "text": "no record yet"}
+    standing = [span for span in spans if span["resolved"] is None]
+    if not standing:
+        return {"severity": "ok", "text": "no alert stands" if spans else "no alert"}
+    worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
+    rest = len(standing) - 1
+    more = f" and {rest} more alert{'s' if rest > 1 else ''}" if rest else ""
+    at = f" at {worst['where']}" if worst["where"] else ""
+    return {"severity": worst["severity"], "text": f"{worst['kind']}{at} since step {worst['step']}{more}"}
+
+
+def facts(run: RunView) -> list[str]:
+    """One sentence a flow on how much gradient arrives, from the last record."""
+    sentences = []
+    for key, product in run.products.items():
+        seen = np.flatnonzero(np.isfinite(product))
+        _, flow = split_key(key)
+        name = flow or (run.header.flows[0].name if run.header and run.header.flows else "the network")
+        if not len(seen):
+            sentences.append(f"{name}: no gradient was seen in the last record.")
+            continue
+        labels = run.labels.get(key, ())
+        low = int(seen[product[seen].argmin()])
+        where = labels[low] if low < len(labels) else f"row {low}"
+        first = product[seen[0]]
+        sentences.append(
+            f"{name}: at step {run.last_step} the input receives {first:.3g} times the gradient of the last of "
+            f"{len(product)} points; least {product[low]:.3g} at {where}."
+        )
+    return sentences

@@ -1,0 +1,173 @@
+"""One HTML file that shows one run or several: it opens from disk, needs no server and asks the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flowscope.errors import FlowscopeError
+from flowscope.panels import assets
+from flowscope.panels.catalogue import describe
+from flowscope.panels.overview import RunView, overview_payload
+from flowscope.panels.series import (
+    COLUMNS,
+    ROWS,
+    Series,
+    heat_payload,
+    make_series,
+    record_payload,
+    thin_steps,
+    to_json,
+)
+from flowscope.records import Alert, Record, RunHeader, split_key
+
+CELLS = 360_000
+"""Numbers in a report, about 8 bytes each; beyond, steps and rows are thinned out."""
+MATRIX_RECORDS = 12
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+"""The page may run what stands in it and load nothing, not even by mistake."""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<noscript>This report draws its pictures with JavaScript, which is switched off here.</noscript>
+<script type="application/json" id="flowscope-data">{data}</script>
+<script type="module">
+{script}</script>
+</body>
+</html>
+"""
+
+
+class RunLike(Protocol):
+    """What is reported: `flowscope.sinks.Run`, or anything with the same three attributes."""
+
+    @property
+    def header(self) -> RunHeader | None:
+        """What the rows of the metrics are."""
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """By step."""
+
+    @property
+    def alerts(self) -> Sequence[Alert]:
+        """In the order they were raised."""
+
+
+def write_report(
+    runs: RunLike | Mapping[str, RunLike] | Sequence[RunLike], path: str | os.PathLike[str], title: str | None = None
+) -> Path:
+    """Write the report.
+
+    Args:
+        runs: a run, several by name, or several in a list (named by their place in it); several are drawn on top of
+            each other on one scale.
+        path: of the file; its folder is created.
+        title: of the page; by default the names of the runs.
+
+    Returns:
+        The path. Under 5 MB whatever the run's length: long and deep runs are thinned out (and say so).
+
+    Raises:
+        FlowscopeError: there is nothing to report, or the file cannot be written.
+    """
+    if isinstance(runs, Mapping):
+        named = dict(runs)
+    elif isinstance(runs, list | tuple):
+        named = {f"run {i + 1}": run for i, run in enumerate(runs)}
+    else:
+        named = {"run": runs}  # type: ignore[dict-item]
+    if not named:
+        raise FlowscopeError("write_report(runs, ...): got no run; expected one, or a dict name -> run.")
+    heading = title or f"flowscope: {', '.join(named)}"
+    page = _PAGE.format(
+        title=html.escape(heading),
+        policy=_POLICY,
+        style=assets.read("style.css"),
+        # `<` cannot stand in JSON outside strings, and inside them \\u003c is the same character
+        data=to_json(report_payload(named, heading)).replace("<", "\\u003c"),
+        script=assets.joined("report.js"),
+    )
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise FlowscopeError(
+            f"write_report(..., {os.fspath(path)!r}): {error.strerror}; expected a file that can be written."
+        ) from error
+    return file
+
+
+def report_payload(runs: Mapping[str, RunLike], title: str) -> dict[str, Any]:
+    """Everything the report's script reads: the tab's overview, and for each run and key what the tab would ask for."""
+    series = {name: _all_series(run) for name, run in runs.items()}
+    views = [_view(name, run, series[name]) for name, run in runs.items()]
+    profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
+    columns, rows = _fit(profiles)
+    data: dict[str, dict[str, Any]] = {}
+    for view in views:
+        keep = [alert.step for alert in view.alerts]
+        data[view.name] = {key: _embed(s, keep, columns, rows) for key, s in series[view.name].items()}
+    return {"title": title, **overview_payload(views), "series": data}
+
+
+def _all_series(run: RunLike) -> dict[str, Series]:
+    labels = run.header.labels if run.header else {}
+    points: dict[str, list[tuple[int, Any]]] = {}
+    for record in run.records:
+        for key, array in record.metrics.items():
+            if array.size:
+                points.setdefault(key, []).append((record.step, array))
+    order = {key: i for i, key in enumerate(labels)}
+    keys = sorted(points, key=lambda key: order.get(key, len(order)))
+    return {key: make_series(key, points[key], labels.get(key, ())) for key in keys}
+
+
+def _view(name: str, run: RunLike, series: Mapping[str, Series]) -> RunView:
+    notices = [] if run.header else ["The file has no header: rows are numbered. Was its beginning cut off?"]
+    notices += dict.fromkeys(note for record in run.records for note in record.notes)
+    return RunView(
+        name,
+        run.header,
+        {key: s.labels for key, s in series.items()},
+        run.alerts,
+        {key: s.values[-1] for key, s in series.items() if split_key(key)[0] == "gradient_product"},
+        run.records[-1].step if run.records else None,
+        notices[:20],
+    )
+
+
+def _fit(profiles: Iterable[Series]) -> tuple[int, int]:
+    """Columns and rows that keep all profiles within `CELLS` numbers."""
+    shapes = [s.values.shape for s in profiles]
+    columns, rows = COLUMNS, ROWS * 2
+    while sum(min(n, columns) * min(r, rows) for n, r in shapes) > CELLS and columns * rows > 64:
+        columns, rows = (columns * 3 // 4, rows) if columns > rows else (columns, rows * 3 // 4)
+    return columns, rows
+
+
+def _embed(series: Series, keep: Sequence[int], columns: int, rows: int) -> dict[str, Any]:
+    log = describe(split_key(series.key)[0]).scale == "log"
+    if series.values.ndim == 2:
+        return heat_payload(series, log, keep, columns, rows)
+    cells = max(1, int(np.prod(series.values.shape[1:])))
+    limit = max(1, min(MATRIX_RECORDS, CELLS // 8 // cells))
+    chosen = thin_steps(series.steps, limit) if limit > 1 else np.asarray([len(series.steps) - 1])
+    return {"records": [record_payload(series, int(step), log) for step in series.steps[chosen]]}

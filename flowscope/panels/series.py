@@ -1,0 +1,185 @@
+"""One metric over depth and steps, made to fit a screen. Axis letters: N records, R rows (points, blocks, sites)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+COLUMNS = 400
+ROWS = 256
+PROFILE_ROWS = 2048
+MATRICES = 32
+
+
+@dataclass(frozen=True)
+class Series:
+    """The records of one metric of one run that share the last record's shape.
+
+    Attributes:
+        key: as in `Record.metrics`.
+        steps: [N], rising.
+        values: [N, R] for a profile, [N, R, R] for a matrix, [N, R, S, S] for a stack; NaN is "not seen".
+        labels: [R] module or parameter paths.
+        dropped: records before a change of layout that do not fit the rows any more.
+    """
+
+    key: str
+    steps: NDArray[np.int64]
+    values: Array
+    labels: tuple[str, ...]
+    dropped: int = 0
+
+
+def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[str]) -> Series:
+    """A series from (step, array) pairs: the last of each step, of the last shape; rows without a label are numbered.
+
+    Raises:
+        ValueError: there is no pair, or an array is not of numbers.
+    """
+    by_step = dict(points)
+    if not by_step:
+        raise ValueError("no record has it yet")
+    steps = sorted(by_step)
+    arrays = [np.atleast_1d(np.asarray(by_step[step], dtype=np.float64)) for step in steps]
+    fits = [i for i, array in enumerate(arrays) if array.shape == arrays[-1].shape]
+    values = np.stack([arrays[i] for i in fits])
+    rows = values.shape[1]
+    names = tuple(labels) if len(labels) == rows else tuple(f"row {i}" for i in range(rows))
+    chosen = np.asarray([steps[i] for i in fits], dtype=np.int64)
+    return Series(key, chosen, values, names, len(arrays) - len(fits))
+
+
+def thin_steps(steps: NDArray[np.int64], limit: int, keep: Sequence[int] = ()) -> NDArray[np.int64]:
+    """Indices of at most `limit` records: the first and the last, those nearest to `keep`, the rest evenly spaced.
+
+    Records are chosen and never averaged, so that every number on the screen was measured at the step beside it.
+    """
+    count = len(steps)
+    if count <= limit:
+        return np.arange(count)
+    wanted = {0, count - 1}
+    for step in list(keep)[: limit // 4]:
+        wanted.add(int(np.abs(steps - step).argmin()))
+    even = np.linspace(0, count - 1, limit - len(wanted)).round().astype(np.int64)
+    return np.asarray(sorted(wanted | set(even.tolist())), dtype=np.int64)
+
+
+def group_rows(values: Array, limit: int, log: bool) -> tuple[Array, NDArray[np.int64]]:
+    """At most `limit` rows: a group of neighbours is shown by its most extreme member, so that no fault is hidden.
+
+    Args:
+        values: [N, R].
+        limit: how many rows may come out.
+        log: distances are taken between logarithms.
+
+    Returns:
+        [N, min(R, limit)], each the value of the group that is furthest from the median over all rows of its record;
+        and the groups' edges [min(R, limit) + 1].
+    """
+    rows = values.shape[1]
+    edges = np.arange(min(rows, limit) + 1) * rows // min(rows, limit)
+    if rows <= limit:
+        return values, edges
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.log10(np.abs(values)) if log else values
+        seen = np.where(np.isfinite(scaled), scaled, np.nan)
+        middle = np.zeros((len(values), 1))
+        some = np.isfinite(seen).any(axis=1)
+        middle[some] = np.nanmedian(seen[some], axis=1, keepdims=True)
+        distance = np.abs(scaled - middle)
+    distance = np.where(np.isnan(values), -1.0, np.nan_to_num(distance, nan=np.inf, posinf=np.inf))
+    records = np.arange(len(values))
+    columns = [
+        values[records, start + distance[:, start:end].argmax(axis=1)] for start, end in pairwise(edges.tolist())
+    ]
+    return np.stack(columns, axis=1), edges
+
+
+def heat_payload(
+    series: Series, log: bool, keep: Sequence[int] = (), columns: int = COLUMNS, rows: int = ROWS
+) -> dict[str, Any]:
+    """The depth x step picture of a profile, as the browser gets it.
+
+    Returns:
+        `steps` [C], `values` rows of C numbers, `rows` one `[first label, last label, first index, count]` each, and
+        `records`, `depth`: how many there are in all.
+
+    Raises:
+        ValueError: the metric is a matrix per record.
+    """
+    if series.values.ndim != 2:
+        raise ValueError(f"it has {series.values.ndim - 1} axes a record: it is shown as a matrix, not over depth")
+    chosen = thin_steps(series.steps, columns, keep)
+    cells, edges = group_rows(series.values[chosen], rows, log)
+    return {
+        "key": series.key,
+        "steps": series.steps[chosen].tolist(),
+        "values": [plain(row) for row in cells.T],
+        "rows": _groups(series.labels, edges),
+        "records": len(series.steps),
+        "depth": len(series.labels),
+        "dropped": series.dropped,
+    }
+
+
+def record_payload(series: Series, step: int, log: bool) -> dict[str, Any]:
+    """The record nearest to `step`: a profile with `rows` as in `heat_payload`, or `matrix`, or `stack` of matrices."""
+    at = int(np.abs(series.steps - step).argmin())
+    array = series.values[at]
+    payload: dict[str, Any] = {"key": series.key, "step": int(series.steps[at])}
+    if array.ndim == 1:
+        cells, edges = group_rows(array[None], PROFILE_ROWS, log)
+        return {**payload, "values": plain(cells[0]), "rows": _groups(series.labels, edges)}
+    if array.ndim == 2:
+        return {**payload, "matrix": [plain(row) for row in array], "labels": list(series.labels)}
+    if array.ndim != 3:
+        raise ValueError(f"it has {array.ndim} axes a record; expected 1, 2 or 3")
+    chosen = thin_steps(np.arange(len(array)), MATRICES)
+    return {
+        **payload,
+        "stack": [[plain(row) for row in array[i]] for i in chosen],
+        "labels": [series.labels[i] for i in chosen],
+        "of": len(array),
+    }
+
+
+def _groups(labels: Sequence[str], edges: NDArray[np.int64]) -> list[list[Any]]:
+    return [[labels[start], labels[end - 1], start, end - start] for start, end in pairwise(edges.tolist())]
+
+
+def plain(values: Array) -> list[Any]:
+    """Numbers for strict JSON: NaN becomes None, infinities "inf" and "-inf"; 5 significant digits."""
+    return [_plain(value) for value in values.tolist()]
+
+
+def _plain(value: float) -> float | int | str | None:
+    if value != value:
+        return None
+    if value in (float("inf"), float("-inf")):
+        return "inf" if value > 0 else "-inf"
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e6 else short
+
+
+def to_json(payload: Any) -> str:
+    """Compact strict JSON of what `plain` and `strict` made."""
+    return json.dumps(payload, separators=(",", ":"), allow_nan=False)
+
+
+def strict(value: Any) -> Any:
+    """Anything (an alert, a configuration) as strict JSON can hold it; what it does not know becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, float):
+        return _plain(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

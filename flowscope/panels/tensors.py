@@ -1,0 +1,204 @@
+"""Reads flowscope's tensors through TensorBoard's data provider (`flowscope/sinks/tensorboard.py` writes them)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tensorboard import errors, plugin_util
+from tensorboard.data.provider import RunTagFilter
+
+from flowscope.panels.overview import RunView
+from flowscope.panels.series import Series, make_series
+from flowscope.records import Alert, RunHeader, split_key
+
+PLUGIN_NAME = "flowscope"
+PREFIX = "flowscope/"
+HEADER, ALERTS = "flowscope/header", "flowscope/alerts"
+READS_VERSION = 1
+RECORDS = 2000
+READ_BYTES = 64 * 2**20
+CACHE_BYTES = 256 * 2**20
+MANY = 10**6
+
+Environ = dict[str, Any]
+
+
+class UnreadableError(Exception):
+    """What was asked for is not there or cannot be read; the text says what to do."""
+
+
+class TensorReader:
+    """Runs and series of a log folder.
+
+    Args:
+        provider: TensorBoard's data provider.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        self._cache: OrderedDict[tuple[Any, ...], Series] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def runs(self, environ: Environ) -> list[RunView]:
+        """All runs that have data of this plugin, by name."""
+        tags = self._tags(environ)
+        headers = self._read(environ, list(tags), [HEADER], 100)
+        alerts = self._read(environ, list(tags), [ALERTS], RECORDS)
+        known = {tag for of_run in tags.values() for tag in of_run}
+        products = sorted(tag for tag in known if split_key(_key(tag))[0] == "gradient_product")
+        last = self._read(environ, list(tags), products, 1) if products else {}
+        return [
+            _run_view(name, tags[name], headers.get(name, {}), alerts.get(name, {}), last.get(name, {}))
+            for name in sorted(tags)
+        ]
+
+    def series(self, environ: Environ, run: str, key: str) -> tuple[Series, list[Alert]]:
+        """The series of a key, with the run's alerts.
+
+        Raises:
+            UnreadableError: no such run or key, or its records are not numbers.
+        """
+        tag = PREFIX + key
+        known = self._tags(environ, [run], [tag, HEADER, ALERTS]).get(run)
+        if known is None:
+            raise UnreadableError(f"there is no run {run[:200]!r} in this log folder any more: reload the page")
+        if tag not in known or tag in {HEADER, ALERTS}:
+            raise UnreadableError(f"run {run[:200]!r} has no metric {key[:200]!r}")
+        content = _content(known[tag])
+        notices: list[str] = []
+        alerts = _alerts(self._read(environ, [run], [ALERTS], RECORDS).get(run, {}), notices)
+        header = _header(self._read(environ, [run], [HEADER], 100).get(run, {}), notices)
+        labels = tuple(map(str, (header.labels.get(key) if header else None) or content.get("labels", ())))
+        name = (plugin_util.experiment_id(environ), run, tag, _stamp({tag: known[tag]}), labels)
+        with self._lock:
+            if name in self._cache:
+                self._cache.move_to_end(name)
+                return self._cache[name], alerts
+        # metrics differ in rows by orders of magnitude: what is read at once stays bounded
+        count = max(20, min(RECORDS, READ_BYTES // (8 * max(1, len(labels)))))
+        points = self._read(environ, [run], [tag], count).get(run, {}).get(tag, [])
+        try:
+            series = make_series(key, [(point.step, point.numpy) for point in points], labels)
+        except (TypeError, ValueError) as error:
+            raise UnreadableError(f"{key[:200]!r} of run {run[:200]!r} cannot be drawn: {error}") from error
+        self._remember(name, series)
+        return series, alerts
+
+    def _remember(self, name: tuple[Any, ...], series: Series) -> None:
+        with self._lock:
+            for old in [n for n in self._cache if n[:3] == name[:3]]:
+                del self._cache[old]
+            self._cache[name] = series
+            while len(self._cache) > 1 and sum(s.values.nbytes for s in self._cache.values()) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+
+    def _tags(self, environ: Environ, runs: list[str] | None = None, tags: list[str] | None = None) -> dict[str, Any]:
+        found = self._provider.list_tensors(
+            plugin_util.context(environ),
+            experiment_id=plugin_util.experiment_id(environ),
+            plugin_name=PLUGIN_NAME,
+            run_tag_filter=RunTagFilter(runs=runs, tags=tags),
+        )
+        return {run: dict(of_run) for run, of_run in found.items()}
+
+    def _read(self, environ: Environ, runs: list[str], tags: list[str], count: int) -> dict[str, Any]:
+        try:
+            found = self._provider.read_tensors(
+                plugin_util.context(environ),
+                experiment_id=plugin_util.experiment_id(environ),
+                plugin_name=PLUGIN_NAME,
+                downsample=count,
+                run_tag_filter=RunTagFilter(runs=runs, tags=tags),
+            )
+        except errors.NotFoundError:
+            return {}
+        return {run: dict(of_run) for run, of_run in found.items()}
+
+
+def _key(tag: str) -> str:
+    return tag.removeprefix(PREFIX)
+
+
+def _run_view(
+    name: str, tags: Mapping[str, Any], headers: Mapping[str, Any], alerts: Mapping[str, Any], last: Mapping[str, Any]
+) -> RunView:
+    notices: list[str] = []
+    header = _header(headers, notices)
+    labels: dict[str, tuple[str, ...]] = {}
+    contents = {tag: _content(series) for tag, series in tags.items()}
+    versions = {c.get("version") for c in contents.values()} - {READS_VERSION}
+    if versions:
+        notices.append(
+            f"Written in format {', '.join(sorted(map(str, versions)))}; this tab reads {READS_VERSION}. Install the "
+            "flowscope that wrote the run beside TensorBoard; what can be understood is shown."
+        )
+    for tag in tags:
+        if tag in {HEADER, ALERTS} or not tag.startswith(PREFIX):
+            continue
+        of_header = header.labels.get(_key(tag), ()) if header else ()
+        labels[_key(tag)] = tuple(map(str, of_header or contents[tag].get("labels", ())))
+    order = {key: i for i, key in enumerate(header.labels)} if header else {}
+    keys = sorted(labels, key=lambda key: (order.get(key, MANY), key))
+    if not keys:
+        notices.append("No record has been written yet: the first comes with the first optimizer step.")
+    return RunView(
+        name,
+        header,
+        {key: labels[key] for key in keys},
+        _alerts(alerts, notices),
+        {_key(tag): np.asarray(points[-1].numpy, dtype=np.float64) for tag, points in last.items() if points},
+        max((int(tags[PREFIX + key].max_step) for key in keys), default=None),
+        notices,
+        _stamp(tags),
+    )
+
+
+def _stamp(tags: Mapping[str, Any]) -> str:
+    return f"{max(s.max_step for s in tags.values())}/{max(s.max_wall_time for s in tags.values())}/{len(tags)}"
+
+
+def _content(series: Any) -> dict[str, Any]:
+    try:
+        content = json.loads(series.plugin_content)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _texts(points: Any) -> list[str]:
+    array = np.atleast_1d(points[-1].numpy) if points else np.asarray([], dtype=object)
+    return [text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text) for text in array.ravel()]
+
+
+def _header(found: Mapping[str, Any], notices: list[str]) -> RunHeader | None:
+    texts = _texts(found.get(HEADER, []))
+    if not texts:
+        notices.append(
+            "The run has no header: its configuration is unknown, and rows are named as in its first record."
+        )
+        return None
+    try:
+        return RunHeader.from_json(json.loads(texts[0]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        notices.append(f"The header cannot be read ({type(error).__name__}): was it written by another version?")
+        return None
+
+
+def _alerts(found: Mapping[str, Any], notices: list[str]) -> list[Alert]:
+    of_step = {point.step: [point] for point in found.get(ALERTS, [])}
+    alerts: list[Alert] = []
+    unread = 0
+    for step in sorted(of_step):
+        for text in _texts(of_step[step]):
+            try:
+                alerts.append(Alert.from_json(json.loads(text)))
+            except (AttributeError, TypeError, ValueError):
+                unread += 1
+    if unread:
+        notices.append(f"{unread} alert{'s' if unread > 1 else ''} cannot be read: written by another version?")
+    return alerts

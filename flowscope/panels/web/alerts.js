@@ -1,0 +1,66 @@
+// What is wrong: the verdict on each run, and the alerts over the steps, from raised to resolved.
+
+import { el } from "./dom.js";
+
+const SIGNS = { error: "✖", warning: "▲", info: "●", ok: "✔", none: "–" };
+
+/** The state of each run in a few words. */
+export function verdicts(runs, colourOf) {
+  const card = (run) =>
+    el(
+      "article",
+      { class: `verdict ${run.verdict.severity}` },
+      el(
+        "h3",
+        {},
+        el("span", { class: "swatch", style: { background: colourOf(run.name) } }),
+        run.name,
+        run.last_step !== null && el("small", {}, `step ${run.last_step}`),
+      ),
+      el("p", { class: "state" }, el("span", { class: "sign", "aria-hidden": "true" }, SIGNS[run.verdict.severity]), ` ${run.verdict.text}`),
+      run.facts.map((fact) => el("p", { class: "fact" }, fact)),
+      run.notices.length > 0 && el("ul", { class: "notices" }, ...run.notices.map((notice) => el("li", {}, notice))),
+    );
+  return el("div", { class: "verdicts" }, ...runs.map(card));
+}
+
+/** One line an alert; a click calls `onAlert(run, alert)`. */
+export function timeline(runs, chosen, onAlert) {
+  const rows = runs.flatMap((run) => run.alerts.map((alert) => ({ run, alert })));
+  if (!rows.length) return el("p", { class: "quiet" }, "No alert was raised.");
+  const end = Math.max(1, ...runs.map((run) => run.last_step ?? 0), ...rows.map(({ alert }) => alert.resolved ?? alert.step));
+  const line = ({ run, alert }) => {
+    const until = alert.resolved ?? Math.max(run.last_step ?? alert.step, alert.step);
+    const share = (step) => `${((100 * step) / end).toFixed(2)}%`;
+    const isChosen = chosen?.run === run.name && chosen.alert.kind === alert.kind && chosen.alert.step === alert.step;
+    return el(
+      "li",
+      { class: `alert ${alert.severity}${isChosen ? " chosen" : ""}` },
+      el(
+        "button",
+        { onclick: () => onAlert(run, alert), "aria-expanded": isChosen ? "true" : "false" },
+        el(
+          "span",
+          { class: "name" },
+          el("span", { class: "sign", "aria-hidden": "true" }, SIGNS[alert.severity] ?? "●"),
+          el("b", {}, ` ${alert.kind}`),
+          alert.where ? ` at ${alert.where}` : "",
+          runs.length > 1 && el("small", {}, ` ${run.name}`),
+        ),
+        el(
+          "span",
+          { class: "track" },
+          el("span", { class: "span", style: { left: share(alert.step), width: `calc(${share(until - alert.step)} + 5px)` } }),
+        ),
+        el("span", { class: "when" }, alert.resolved === null ? `step ${alert.step}, stands` : `steps ${alert.step} to ${alert.resolved}`),
+      ),
+      isChosen &&
+        el("div", { class: "detail" }, el("p", {}, alert.message), el("p", {}, el("b", {}, "What to do: "), alert.advice), where(alert)),
+    );
+  };
+  return el("ol", { class: "timeline" }, ...rows.slice(0, 200).map(line), rows.length > 200 && el("li", {}, `and ${rows.length - 200} more`));
+}
+
+function where(alert) {
+  return alert.key === null && el("p", { class: "quiet" }, "The records of this run have no metric that shows this alert.");
+}

@@ -1,0 +1,286 @@
+// The page: what is chosen (runs, flow, metric, scale, pinned steps) and what follows from it.
+
+import { timeline, verdicts } from "./alerts.js";
+import { Controls } from "./controls.js";
+import { el, emptyState } from "./dom.js";
+import { colourBar, heatMap } from "./heatmap.js";
+import { matrixFigure, stackFigure } from "./matrix.js";
+import { dash, profileFigure } from "./profile.js";
+import { RUN_COLOURS, decode, makeScale } from "./scale.js";
+
+const POLL_MS = 10_000;
+const MOST_PINS = 4;
+const FIRST_METRICS = ["gradient_product", "grad_norm", "update_ratio"];
+
+export class App {
+  /** `source` answers overview, series and record (source.js). */
+  constructor(root, source) {
+    this.root = root;
+    this.source = source;
+    this.runs = [];
+    this.chosen = { runs: [], flow: null, metric: null, scale: null, pins: ["first", "last"], row: null, alert: null };
+    this.loaded = new Map();
+    this.drawing = 0;
+    this.controls = new Controls(source.reloads, {
+      change: (part) => this.choose(part),
+      reload: () => this.refresh(),
+    });
+    this.parts = Object.fromEntries(["problem", "verdict", "alerts", "picture", "depth", "extra", "about"].map((name) => [name, el("section", { class: name })]));
+    this.parts.problem.setAttribute("role", "status");
+  }
+
+  async start() {
+    const { problem, ...sections } = this.parts;
+    const main = el("main", {}, problem, ...Object.values(sections));
+    this.root.replaceChildren(el("div", { class: "flowscope" }, this.controls.element, main));
+    await this.refresh();
+    if (this.source.reloads) setInterval(() => document.hidden || !this.controls.auto || this.refresh(), POLL_MS);
+  }
+
+  /** Ask what there is; draw again where something shown has changed. */
+  async refresh() {
+    let overview;
+    try {
+      overview = await this.source.overview();
+    } catch (error) {
+      this.parts.problem.replaceChildren(emptyState("This could not be loaded.", error.message));
+      return;
+    }
+    this.parts.problem.replaceChildren();
+    if (overview.title) this.controls.title(overview.title);
+    const stamp = JSON.stringify(overview.runs.map((run) => [run.name, run.stamp]));
+    if (stamp === this.stamp) return;
+    this.stamp = stamp;
+    this.runs = overview.runs;
+    if (!this.runs.length) {
+      this.parts.verdict.replaceChildren(
+        emptyState("No flowscope run in this log folder.", "Train with flowscope.watch(model, optimizer, log_dir=…) and start TensorBoard with --logdir on that folder. This page looks again by itself."),
+      );
+      return;
+    }
+    await this.choose({});
+  }
+
+  /** Take over a choice, fill in what it leaves open, and draw. */
+  async choose(part) {
+    const chosen = Object.assign(this.chosen, part);
+    if (part.metric) chosen.scale = part.scale ?? null;
+    chosen.runs = chosen.runs.filter((name) => this.runs.some((run) => run.name === name));
+    if (!chosen.runs.length && !part.runs) chosen.runs = this.runs.slice(0, 2).map((run) => run.name);
+    const runs = this.shown();
+    const flows = [...new Set(runs.flatMap((run) => run.flows.map((flow) => flow.name)))];
+    if (!flows.includes(chosen.flow)) chosen.flow = flows[0] ?? null;
+    const metrics = this.metrics(runs);
+    if (!metrics.some((metric) => metric.metric === chosen.metric)) {
+      const known = FIRST_METRICS.find((name) => metrics.some((metric) => metric.metric === name));
+      chosen.metric = known ?? metrics.find((metric) => metric.shape === "profile")?.metric ?? null;
+      chosen.scale = null;
+    }
+    this.metric = metrics.find((metric) => metric.metric === chosen.metric) ?? null;
+    this.controls.update({ runs: this.runs, flows, metrics, chosen, metric: this.metric, colourOf: (name) => this.colourOf(name) });
+    await this.draw();
+  }
+
+  shown() {
+    return this.runs.filter((run) => this.chosen.runs.includes(run.name));
+  }
+
+  colourOf(name) {
+    return RUN_COLOURS[this.runs.findIndex((run) => run.name === name) % RUN_COLOURS.length];
+  }
+
+  /** The metrics that at least one of the runs has for the chosen flow. */
+  metrics(runs) {
+    const found = new Map();
+    for (const run of runs) {
+      for (const metric of run.metrics) {
+        if (this.find(run, metric.metric) && !found.has(metric.metric)) found.set(metric.metric, metric);
+      }
+    }
+    return [...found.values()];
+  }
+
+  /** The entry of a metric in a run: of the chosen flow, or of the run's only flow where it has no such flow. */
+  find(run, name) {
+    const flow = run.flows.length === 1 ? run.flows[0].name : this.chosen.flow;
+    return run.metrics.find((metric) => metric.metric === name && (!metric.per_flow || metric.flow === flow));
+  }
+
+  /** A promise kept until the run has changed. */
+  load(run, ask, ...query) {
+    const name = JSON.stringify([run.name, ask, ...query]);
+    const known = this.loaded.get(name);
+    if (known?.stamp === run.stamp) return known.answer;
+    const answer = this.source[ask](run.name, ...query);
+    this.loaded.set(name, { stamp: run.stamp, answer });
+    if (this.loaded.size > 200) this.loaded.delete(this.loaded.keys().next().value);
+    return answer;
+  }
+
+  async draw() {
+    const turn = (this.drawing += 1);
+    const runs = this.shown();
+    this.parts.verdict.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
+    const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
+    this.parts.alerts.replaceChildren(...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
+    this.parts.about.replaceChildren(...runs.map(about));
+    if (!runs.length || !this.metric) {
+      for (const name of ["picture", "depth", "extra"]) this.parts[name].replaceChildren();
+      if (runs.length) this.parts.picture.replaceChildren(emptyState("There is nothing to draw yet.", "Records come with the first optimizer steps; without a record, see scope.summary()."));
+      return;
+    }
+    const results = await Promise.all(runs.map((run) => this.read(run)));
+    if (turn !== this.drawing) return;
+    this.drawPicture(results);
+    await this.drawDepth();
+  }
+
+  async read(run) {
+    const entry = this.find(run, this.metric.metric);
+    if (!entry) return { run, problem: emptyState(`${run.name} has no ${this.metric.metric}.`, `It has no such metric for flow ${this.chosen.flow}.`) };
+    try {
+      return { run, entry, series: await this.load(run, "series", entry.key) };
+    } catch (error) {
+      return { run, problem: emptyState(`${run.name}: ${entry.key} cannot be shown.`, error.message) };
+    }
+  }
+
+  drawPicture(results) {
+    const held = this.maps?.find((map) => map.canvas === document.activeElement)?.run.name;
+    this.drawn = results.filter((result) => result.series);
+    const numbers = this.drawn.flatMap(({ series }) => series.values.flat().map(decode));
+    const kind = this.chosen.scale ?? this.metric.scale;
+    this.scale = makeScale(kind, this.metric.metric, numbers);
+    this.maps = [];
+    const figures = results.map(({ run, entry, series, problem }) => {
+      if (problem) return problem;
+      const title = entry.per_flow && run.flows.length > 1 ? `${run.name} · ${entry.flow}` : run.name;
+      const alerts = run.alerts.filter((alert) => alert.key === entry.key && alert.row !== null);
+      const map = heatMap({ title, series, scale: this.scale, alerts, onPin: (step) => this.pin(step), onAlert: (alert) => this.land(run, alert) });
+      this.maps.push({ run, ...map });
+      return map.element;
+    });
+    const legend = { notSeen: numbers.some(Number.isNaN), infinite: numbers.some((value) => Math.abs(value) === Infinity) };
+    this.parts.picture.replaceChildren(
+      el("h2", {}, this.metric.metric),
+      el("p", { class: "words" }, this.metric.words),
+      colourBar(this.scale, legend),
+      el("div", { class: "heats" }, ...figures),
+      el("p", { class: "hint" }, "Input on top, steps to the right. Point at a cell to read it; click to add its step to the profiles below."),
+    );
+    if (held) this.maps.find((map) => map.run.name === held)?.canvas.focus({ preventScroll: true });
+  }
+
+  /** Add a step to the profiles, or take it out again. */
+  pin(step) {
+    const { pins } = this.chosen;
+    this.chosen.pins = pins.includes(step) ? pins.filter((pin) => pin !== step) : [...pins, step].slice(-MOST_PINS);
+    return this.drawDepth();
+  }
+
+  steps() {
+    const all = this.drawn.flatMap(({ series }) => [series.steps[0], series.steps.at(-1)]);
+    const named = { first: Math.min(...all), last: Math.max(...all) };
+    return this.chosen.pins.map((pin) => ({ pin, step: named[pin] ?? pin }));
+  }
+
+  /** What is shown at the pinned steps: the profiles, and the matrices of the view. */
+  async drawDepth() {
+    if (!this.drawn.length) {
+      for (const name of ["depth", "extra"]) this.parts[name].replaceChildren();
+      return;
+    }
+    const turn = this.drawing;
+    const steps = this.steps();
+    for (const map of this.maps) map.pins(steps.map(({ step }) => step));
+    const lines = (await Promise.all(this.drawn.flatMap(({ run, entry }) => steps.map(({ step }, n) => this.line(run, entry, step, n))))).filter(Boolean);
+    const extra = await this.matrices(steps.at(-1)?.step);
+    if (turn !== this.drawing) return;
+    const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
+    const scale = makeScale(this.scale.kind, this.metric.metric, shades);
+    this.parts.depth.replaceChildren(
+      el("h2", {}, `${this.metric.metric} over depth`),
+      el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
+      lines.length
+        ? profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row })
+        : emptyState("No step is pinned.", "Click a column of the picture above."),
+    );
+    this.parts.extra.replaceChildren(...extra);
+  }
+
+  chip({ pin, step }) {
+    const words = pin === step ? `${step}` : `${pin} (${step})`;
+    const remove = () => {
+      this.chosen.pins = this.chosen.pins.filter((other) => other !== pin);
+      this.drawDepth();
+    };
+    return el("button", { class: "chip", onclick: remove, "aria-label": `take step ${words} out` }, words, el("span", { "aria-hidden": "true" }, " ×"));
+  }
+
+  async line(run, entry, step, n) {
+    const band = (entry.band ?? []).map((name) => this.find(run, name)).filter(Boolean);
+    try {
+      const [record, ...edges] = await Promise.all([entry, ...band].map(({ key }) => this.load(run, "record", key, step)));
+      const fits = edges.length === 2 && edges.every((edge) => edge.step === record.step && edge.values.length === record.values.length);
+      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), ...record, band: fits ? edges.map((edge) => edge.values) : null };
+    } catch {
+      return null; // the heat map beside it has told why
+    }
+  }
+
+  limits() {
+    const config = Object.assign({}, ...this.drawn.map(({ run }) => run.config));
+    return (this.metric.limits ?? [])
+      .filter((name) => typeof config[name] === "number")
+      .map((name) => ({ value: config[name], text: `alert limit ${config[name]}` }));
+  }
+
+  /** The layer x layer cosine in the view Depth, the mixing matrices in the view Mixing. */
+  async matrices(step) {
+    const name = { Depth: "cosine_matrix", Mixing: "mix_matrix" }[this.metric.view];
+    if (!name || step === undefined) return [];
+    const figures = await Promise.all(
+      this.shown().map(async (run) => {
+        const entry = this.find(run, name);
+        if (!entry) return name === "cosine_matrix" ? emptyState(`${run.name} has no cosine_matrix.`, "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.") : null;
+        try {
+          const record = await this.load(run, "record", entry.key, step);
+          return name === "cosine_matrix" ? matrixFigure(run.name, record) : stackFigure(run.name, record);
+        } catch (error) {
+          return emptyState(`${run.name}: ${name} cannot be shown.`, error.message);
+        }
+      }),
+    );
+    const title = name === "cosine_matrix" ? "Cosine between all pairs of depths" : "Mixing matrices, one a site";
+    const words = name === "cosine_matrix" ? "Bright squares along the diagonal are stretches of blocks that change nothing." : "Rows are output streams. The identity, bright on the diagonal, keeps the streams apart.";
+    return [el("h2", {}, title), el("p", { class: "words" }, words), el("div", { class: "matrices" }, ...figures.filter(Boolean))];
+  }
+
+  /** Go to the place and the step of an alert. */
+  async land(run, alert) {
+    const same = this.chosen.alert?.run === run.name && this.chosen.alert.alert === alert;
+    const entry = run.metrics.find((metric) => metric.key === alert.key);
+    const part = { alert: same ? null : { run: run.name, alert } };
+    if (same || !entry) return this.choose(part);
+    await this.choose({
+      ...part,
+      flow: entry.per_flow ? entry.flow : this.chosen.flow,
+      metric: entry.metric,
+      pins: ["first", alert.step, "last"],
+      row: alert.row,
+    });
+    this.maps.find((map) => map.run.name === run.name)?.land(alert.row, alert.step);
+  }
+}
+
+function about(run) {
+  const table = (entries) =>
+    el("table", {}, el("tbody", {}, ...Object.entries(entries).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, typeof value === "string" ? value : JSON.stringify(value))))));
+  const flows = Object.fromEntries(run.flows.map((flow) => [flow.name, `${flow.kind}, ${flow.points} points`]));
+  return el(
+    "details",
+    {},
+    el("summary", {}, `${run.name}: configuration and environment`),
+    el("div", { class: "tables" }, ...[flows, run.environment, run.config].filter((entries) => Object.keys(entries).length).map(table)),
+  );
+}

@@ -1,0 +1,125 @@
+// The choices: runs, flow, view, metric, scale.
+
+import { el } from "./dom.js";
+import { SCALES } from "./scale.js";
+
+const MANY_RUNS = 8;
+const VIEWS = [
+  ["Gradient", "gradient_product", "no flow with gradients was recorded"],
+  ["Depth", "cosine", "the family depth is switched off: WatchConfig.metrics"],
+  ["Gates", "gate_mean", "no gated connections: flowscope.wrap(model) adds them, watch(gates=…) finds yours"],
+  ["Mixing", "mix_gain_backward", "no streams: flowscope.wrap(model, mode=\"dhc\") adds them"],
+  ["Parameters", "update_ratio", "the family parameters is switched off: WatchConfig.metrics"],
+  ["Finiteness", "nonfinite", "no flow was recorded"],
+];
+
+export class Controls {
+  /** `events.change(part)` takes what was chosen, `events.reload()` asks for news. */
+  constructor(reloads, events) {
+    this.events = events;
+    this.auto = true;
+    this.heading = el("h1", {}, "Flow");
+    this.runs = el("div", { class: "runs", role: "group", "aria-label": "Runs" });
+    this.runFilter = el("input", { type: "search", placeholder: "find a run", "aria-label": "Find a run", oninput: () => this.drawRuns() });
+    this.flow = el("select", { id: "flow", onchange: () => events.change({ flow: this.flow.value, row: null }) });
+    this.views = el("div", { class: "views", role: "group", "aria-label": "Views" });
+    this.search = el("input", { type: "search", placeholder: "find a metric", "aria-label": "Find a metric", oninput: () => this.drawMetrics() });
+    this.metric = el("select", { id: "metric", size: 14, "aria-label": "Metric", onchange: () => events.change({ metric: this.metric.value, row: null }) });
+    this.scale = el(
+      "select",
+      { id: "scale", onchange: () => events.change({ scale: this.scale.value }) },
+      ...Object.entries(SCALES).map(([value, words]) => el("option", { value }, words)),
+    );
+    const auto = el("input", { type: "checkbox", checked: true, onchange: (event) => (this.auto = event.target.checked) });
+    this.element = el(
+      "aside",
+      {},
+      this.heading,
+      el("h2", {}, "Runs"),
+      this.runFilter,
+      this.runs,
+      el("label", { for: "flow" }, "Flow"),
+      this.flow,
+      el("h2", {}, "View"),
+      this.views,
+      el("label", { for: "metric" }, "Metric"),
+      this.search,
+      this.metric,
+      el("label", { for: "scale" }, "Scale"),
+      this.scale,
+      reloads && el("div", { class: "reload" }, el("label", {}, auto, " reload by itself"), el("button", { onclick: () => events.reload() }, "Reload")),
+    );
+  }
+
+  title(words) {
+    this.heading.textContent = words;
+  }
+
+  update(state) {
+    this.state = state;
+    this.drawRuns();
+    replaceOptions(this.flow, state.flows.map((name) => el("option", { value: name }, name)), state.chosen.flow);
+    this.drawViews();
+    this.drawMetrics();
+    this.scale.value = state.chosen.scale ?? state.metric?.scale ?? "linear";
+  }
+
+  drawRuns() {
+    const { runs, chosen, colourOf } = this.state;
+    this.runFilter.hidden = runs.length <= MANY_RUNS;
+    const wanted = this.runFilter.value.toLowerCase();
+    const held = document.activeElement?.closest?.(".runs label")?.title;
+    const row = (run) => {
+      const toggle = (event) => {
+        const others = chosen.runs.filter((name) => name !== run.name);
+        this.events.change({ runs: event.target.checked ? [...others, run.name] : others });
+      };
+      return el(
+        "label",
+        { title: run.name },
+        el("input", { type: "checkbox", checked: chosen.runs.includes(run.name), onchange: toggle }),
+        el("span", { class: "swatch", style: { background: colourOf(run.name) } }),
+        el("span", { class: "run-name" }, run.name),
+        el("span", { class: `dot ${run.verdict.severity}`, title: run.verdict.text }),
+      );
+    };
+    this.runs.replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(wanted)).slice(0, 200).map(row));
+    if (held) [...this.runs.children].find((label) => label.title === held)?.querySelector("input").focus();
+  }
+
+  drawViews() {
+    const { metrics, metric } = this.state;
+    const held = this.views.contains(document.activeElement) && document.activeElement.textContent;
+    const button = ([view, first, missing]) => {
+      const found = metrics.filter((one) => one.view === view && one.shape === "profile");
+      const target = (found.find((one) => one.metric === first) ?? found[0])?.metric;
+      return el(
+        "button",
+        {
+          disabled: !target,
+          title: target ? null : `${view}: ${missing}`,
+          "aria-pressed": metric?.view === view ? "true" : "false",
+          onclick: () => this.events.change({ metric: target, row: null }),
+        },
+        view,
+      );
+    };
+    this.views.replaceChildren(...VIEWS.map(button));
+    if (held) [...this.views.children].find((one) => one.textContent === held)?.focus();
+  }
+
+  drawMetrics() {
+    const { metrics, chosen } = this.state;
+    const wanted = this.search.value.toLowerCase().replaceAll(" ", "_");
+    const found = metrics.filter((metric) => metric.shape === "profile" && metric.metric.includes(wanted));
+    const groups = [...new Set(found.map((metric) => metric.view))];
+    const option = (metric) => el("option", { value: metric.metric, title: metric.words }, metric.metric);
+    const options = groups.map((view) => el("optgroup", { label: view }, ...found.filter((metric) => metric.view === view).map(option)));
+    replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, "no metric has this name")], chosen.metric);
+  }
+}
+
+function replaceOptions(select, options, value) {
+  select.replaceChildren(...options);
+  select.value = value;
+}

@@ -1,0 +1,155 @@
+// A metric over depth (downwards, input on top) and steps (to the right), one cell a record and row.
+
+import { el, spread } from "./dom.js";
+import { decode, format, paint } from "./scale.js";
+import { nearest, rowName, rowOf } from "./source.js";
+
+const percent = (share) => `${(100 * share).toFixed(3)}%`;
+
+/**
+ * Draw it.
+ * `onPin(step)` is called on click and Enter, `onAlert(alert)` on a marker.
+ * Returns the element, `pins(steps)` to mark columns and `land(row, step)` to move the cursor there.
+ */
+export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
+  const rows = series.values.map((row) => row.map(decode));
+  const columns = series.steps.length;
+  const canvas = paint(rows, scale);
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "application");
+  canvas.setAttribute("aria-label", `${title}: heat map, ${rows.length} rows by ${columns} steps. Arrow keys move, Enter pins.`);
+  const overlay = el("div", { class: "overlay" });
+  const cursor = el("div", { class: "cursor", hidden: true });
+  const readout = el("output", { class: "readout", hidden: true });
+  const plot = el("div", { class: "plot" }, canvas, overlay, cursor, readout);
+  let cell = null;
+
+  function show(row, column) {
+    cell = { row, column };
+    const [, , , count] = series.rows[row];
+    readout.replaceChildren(
+      el("b", {}, rowName(series.rows[row])),
+      el("span", {}, `step ${series.steps[column]}`),
+      el("span", { class: "value" }, format(rows[row][column])),
+      count > 1 ? el("small", {}, `the most extreme of ${count} rows`) : "",
+    );
+    const [x, y] = [(column + 0.5) / columns, (row + 0.5) / rows.length];
+    Object.assign(readout.style, {
+      left: percent(x),
+      top: percent(y),
+      transform: `translate(${x > 0.6 ? "calc(-100% - 12px)" : "12px"}, ${y > 0.6 ? "calc(-100% - 8px)" : "8px"})`,
+    });
+    Object.assign(cursor.style, {
+      left: percent(column / columns),
+      top: percent(row / rows.length),
+      width: percent(1 / columns),
+      height: percent(1 / rows.length),
+    });
+    readout.hidden = cursor.hidden = false;
+  }
+
+  function hide() {
+    readout.hidden = cursor.hidden = true;
+  }
+
+  function under(event) {
+    const box = canvas.getBoundingClientRect();
+    const at = (share, count) => Math.min(count - 1, Math.max(0, Math.floor(share * count)));
+    return [at((event.clientY - box.top) / box.height, rows.length), at((event.clientX - box.left) / box.width, columns)];
+  }
+
+  canvas.addEventListener("pointermove", (event) => show(...under(event)));
+  canvas.addEventListener("pointerleave", hide);
+  canvas.addEventListener("blur", hide);
+  canvas.addEventListener("click", (event) => onPin(series.steps[under(event)[1]]));
+  canvas.addEventListener("keydown", (event) => {
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    const move = moves[event.key];
+    if (move) {
+      const from = cell ?? { row: 0, column: columns - 1 };
+      const clamp = (value, count) => Math.min(count - 1, Math.max(0, value));
+      show(clamp(from.row + move[0], rows.length), clamp(from.column + move[1], columns));
+    } else if (event.key === "Enter" && cell) onPin(series.steps[cell.column]);
+    else if (event.key === "Escape") hide();
+    else return;
+    event.preventDefault();
+  });
+
+  const marks = el("div", { class: "marks" }, ...alerts.map((alert) => mark(alert, series, onAlert)));
+  plot.append(marks);
+  const thinned =
+    (series.records > columns || series.depth > rows.length || series.dropped > 0) &&
+    el(
+      "small",
+      { class: "thinned" },
+      `${columns} of ${series.records} records` +
+        (series.depth > rows.length ? `; ${series.depth} rows in ${rows.length} groups, each shown by its most extreme` : "") +
+        (series.dropped ? `; ${series.dropped} records before a change of layout are left out` : ""),
+    );
+  const element = el(
+    "figure",
+    { class: "heat" },
+    el("figcaption", {}, title, thinned),
+    el("div", { class: "frame" }, depthAxis(series.rows), plot, stepAxis(series.steps)),
+  );
+
+  return {
+    element,
+    canvas,
+    pins(steps) {
+      overlay.replaceChildren(
+        ...steps.map((step) => {
+          const left = percent((nearest(series.steps, step) + 0.5) / columns);
+          return el("div", { class: "pin", style: { left } });
+        }),
+      );
+    },
+    land(index, step) {
+      const row = index === null ? 0 : Math.max(0, rowOf(series.rows, index));
+      canvas.focus({ preventScroll: true });
+      element.scrollIntoView({ block: "center" });
+      show(row, nearest(series.steps, step));
+    },
+  };
+}
+
+function mark(alert, series, onAlert) {
+  const row = rowOf(series.rows, alert.row);
+  const column = nearest(series.steps, alert.step);
+  if (row < 0) return null;
+  const style = { left: percent((column + 0.5) / series.steps.length), top: percent((row + 0.5) / series.rows.length) };
+  const words = `${alert.kind} at ${alert.where}, step ${alert.step}`;
+  return el("button", { class: `mark ${alert.severity}`, style, title: words, "aria-label": words, onclick: () => onAlert(alert) });
+}
+
+function depthAxis(rows) {
+  const labels = spread(rows.length, 9).map((i) =>
+    el("span", { style: { top: percent((i + 0.5) / rows.length) }, title: rowName(rows[i]) }, rows[i][0]),
+  );
+  return el("div", { class: "depth-axis", "aria-hidden": "true" }, ...labels);
+}
+
+function stepAxis(steps) {
+  const labels = spread(steps.length, 7).map((i) =>
+    el("span", { style: { left: percent((i + 0.5) / steps.length) } }, String(steps[i])),
+  );
+  return el("div", { class: "step-axis", "aria-hidden": "true" }, ...labels);
+}
+
+/** The legend of the colours. */
+export function colourBar(scale, { notSeen, infinite }) {
+  const shades = paint([Array.from({ length: 64 }, (_, i) => i / 63)], { position: (value) => value });
+  const key = (name, words) => el("span", { class: `key ${name}` }, words);
+  return el(
+    "div",
+    { class: "colour-bar" },
+    el(
+      "div",
+      { class: "shades" },
+      shades,
+      ...scale.ticks.map((tick) => el("span", { style: { left: percent(tick.position) } }, tick.text)),
+    ),
+    notSeen && key("not-seen", "not seen"),
+    infinite && key("infinite", "infinite"),
+  );
+}

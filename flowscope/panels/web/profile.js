@@ -1,0 +1,152 @@
+// Depth profiles on top of each other: colour tells the run, the dash tells the step.
+
+import { el, spread, svg } from "./dom.js";
+import { decode, format } from "./scale.js";
+import { rowName } from "./source.js";
+
+const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
+const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [960, 300, 66, 26, 10, 12];
+
+/** The dash of the n-th pinned step. */
+export function dash(n) {
+  return DASHES[n % DASHES.length];
+}
+
+/**
+ * Draw them.
+ * `lines`: {run, step, colour, dash, rows, values, band: [low, high] or null}; `limits`: {value, text}.
+ */
+export function profileFigure({ lines, scale, limits, row }) {
+  const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - scale.position(value)) * (HEIGHT - TOP - BOTTOM);
+  const guide = svg("line", { class: "guide", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+  const readout = el("output", { class: "readout", hidden: true });
+  const first = lines[0];
+  const picture = svg(
+    "svg",
+    { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "application", "aria-label": "Depth profiles; left and right arrow move along depth." },
+    scale.ticks.map((tick) => gridLine(TOP + (1 - tick.position) * (HEIGHT - TOP - BOTTOM), tick.text)),
+    limits.filter((limit) => scale.inside(limit.value)).map((limit) => limitLine(y(limit.value), limit.text)),
+    spread(first.rows.length, 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
+    lines.map((line) => line.band && svg("path", { class: "band", d: area(line, x, y), fill: line.colour })),
+    lines.map((line) => svg("path", { class: "line", d: path(line.values, x, y), stroke: line.colour, "stroke-dasharray": line.dash })),
+    guide,
+  );
+  let at = null;
+
+  function show(share) {
+    at = Math.min(1, Math.max(0, share));
+    const index = Math.min(first.rows.length - 1, Math.floor(at * first.rows.length));
+    readout.replaceChildren(el("b", {}, rowName(first.rows[index])), ...lines.map((line) => reading(line, at)));
+    readout.hidden = false;
+    readout.style.left = `${(100 * x(index, first.rows.length)) / WIDTH}%`;
+    readout.style.transform = at > 0.6 ? "translateX(calc(-100% - 12px))" : "translateX(12px)";
+    const place = x(index, first.rows.length);
+    for (const name of ["x1", "x2"]) guide.setAttribute(name, place);
+    guide.setAttribute("visibility", "visible");
+  }
+
+  function hide() {
+    readout.hidden = true;
+    guide.setAttribute("visibility", "hidden");
+  }
+
+  picture.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect();
+    show((((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT));
+  });
+  picture.addEventListener("pointerleave", hide);
+  picture.addEventListener("blur", hide);
+  picture.addEventListener("keydown", (event) => {
+    const step = 1 / first.rows.length;
+    if (event.key === "ArrowRight") show(at === null ? step / 2 : Math.min(1 - step / 2, at + step));
+    else if (event.key === "ArrowLeft") show(at === null ? step / 2 : Math.max(step / 2, at - step));
+    else if (event.key === "Escape") hide();
+    else return;
+    event.preventDefault();
+  });
+  if (row !== null) {
+    const index = first.rows.findIndex(([, , start, count]) => row >= start && row < start + count);
+    if (index >= 0) {
+      const place = x(index, first.rows.length);
+      picture.append(svg("line", { class: "place", x1: place, x2: place, y1: TOP, y2: HEIGHT - BOTTOM }));
+    }
+  }
+  return el("figure", { class: "profile" }, el("div", { class: "plot" }, picture, readout), legend(lines));
+}
+
+function path(values, x, y) {
+  let pen = "M";
+  let out = "";
+  values.forEach((raw, i) => {
+    const value = decode(raw);
+    // what was not seen is a gap
+    if (!Number.isFinite(value)) pen = "M";
+    else {
+      out += `${pen}${x(i, values.length).toFixed(1)} ${y(value).toFixed(1)}`;
+      pen = "L";
+    }
+  });
+  return out;
+}
+
+function area(line, x, y) {
+  const [low, high] = line.band;
+  const whole = low.map((_, i) => i).filter((i) => Number.isFinite(decode(low[i])) && Number.isFinite(decode(high[i])));
+  const point = (values) => (i) => `${x(i, low.length).toFixed(1)} ${y(decode(values[i])).toFixed(1)}`;
+  return whole.length ? `M${whole.map(point(high)).join("L")}L${whole.reverse().map(point(low)).join("L")}Z` : "";
+}
+
+function gridLine(at, text) {
+  return svg(
+    "g",
+    { class: "grid" },
+    svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }),
+    svg("text", { x: LEFT - 8, y: at + 4, "text-anchor": "end" }, text),
+  );
+}
+
+function limitLine(at, text) {
+  return svg(
+    "g",
+    { class: "limit" },
+    svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }),
+    svg("text", { x: WIDTH - RIGHT - 4, y: at - 4, "text-anchor": "end" }, text),
+  );
+}
+
+function depthLabel(at, text, n, count) {
+  const anchor = n === 0 ? "start" : n === count - 1 ? "end" : "middle";
+  const short = text.length > 22 ? `…${text.slice(-21)}` : text;
+  const edge = n === 0 ? LEFT : n === count - 1 ? WIDTH - RIGHT : at;
+  return svg("text", { class: "depth", x: edge, y: HEIGHT - 6, "text-anchor": anchor }, svg("title", {}, text), short);
+}
+
+function sample(line) {
+  return svg(
+    "svg",
+    { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 28, y1: 4, y2: 4, stroke: line.colour, "stroke-dasharray": line.dash }),
+  );
+}
+
+function reading(line, share) {
+  const index = Math.min(line.values.length - 1, Math.floor(share * line.values.length));
+  const band = line.band ? ` (${format(decode(line.band[0][index]))} to ${format(decode(line.band[1][index]))})` : "";
+  return el(
+    "span",
+    {},
+    sample(line),
+    ` ${line.run}, step ${line.step}: `,
+    el("span", { class: "value" }, format(decode(line.values[index]))),
+    band,
+  );
+}
+
+function legend(lines) {
+  return el(
+    "ul",
+    { class: "legend" },
+    ...lines.map((line) => el("li", {}, sample(line), ` ${line.run}, step ${line.step}`)),
+  );
+}
