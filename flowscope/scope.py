@@ -26,7 +26,8 @@ from flowscope.optimizers import OptimizerClock
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import Canary
 from flowscope.probes.hooks import Hooks
-from flowscope.probes.observation import Observation, Snapshot
+from flowscope.probes.observation import Observation
+from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
 from flowscope.scaler import ScalerWatch
 from flowscope.schedule import Schedule, make_schedule
@@ -162,9 +163,8 @@ class Scope:
         self._sinks_closed = False
         try:
             self._add_own_sinks(log_dir)
-            self._observation = Observation(
-                model, self.flows, self.config, self._hooks, connections(model), [gates] if isinstance(gates, str) else gates or ()
-            )
+            patterns = [gates] if isinstance(gates, str) else gates or ()
+            self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model), patterns)
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:

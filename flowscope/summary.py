@@ -55,7 +55,7 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
     names: list[str] = []
     for number, flow in enumerate(header.flows):
         keys = [metric_key(m, None if number == 0 else flow.name) for m in ("forward_calls", "backward_calls")]
-        held = [sum(r.metrics[key] for key in keys) for r in records if all(key in r.metrics for key in keys)]
+        held = [np.sum([r.metrics[key] for key in keys], 0) for r in records if all(key in r.metrics for key in keys)]
         held = [calls for calls in held if len(calls) == len(flow.points)]
         if held:
             names += [point for point, calls in zip(flow.points, np.sum(held, axis=0), strict=True) if calls == 0]

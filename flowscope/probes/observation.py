@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import FlowPlan
