@@ -1,0 +1,162 @@
+"""The command `flowscope` (also `python -m flowscope`): look at a run's files; needs no model and imports no torch.
+
+    flowscope summary RUN                           a few lines: what stands, and where
+    flowscope report RUN -o report.html             one HTML file, opens from disk
+    flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
+    flowscope live RUN                              follow a run in this terminal while it trains in another
+
+RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
+cannot be read or a file not written, 2 a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowscope._version import __version__
+from flowscope.errors import FlowscopeError
+from flowscope.records import RunHeader
+from flowscope.sinks import Run, read_run
+from flowscope.sinks.jsonl import FILE_NAME
+
+LISTED = 8
+"""How many runs below a folder an error names."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments without the program's name; None is those of the process.
+
+    Returns:
+        The exit status, 0 or 1; a wrong call leaves by SystemExit(2), as argparse does.
+    """
+    arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that cannot show the bars of a profile gets question marks, not a traceback
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        arguments.command(arguments)
+        sys.stdout.flush()
+    except FlowscopeError as error:
+        print(f"flowscope: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # the reader (head, a pager) has seen enough; nothing may be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("flowscope", description="Look at runs recorded by flowscope.watch(log_dir=...).")
+    parser.add_argument("--version", action="version", version=f"flowscope {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run_help = f"the log_dir of a run, or its {FILE_NAME}"
+
+    summary = commands.add_parser("summary", help="a few lines: last profiles, standing alerts, missing gradients")
+    summary.add_argument("run", metavar="RUN", help=run_help)
+    summary.set_defaults(command=_summary)
+
+    report = commands.add_parser("report", help="one self-contained HTML file of a run")
+    report.add_argument("run", metavar="RUN", help=run_help)
+    report.add_argument("-o", "--output", default="report.html", help="the file to write (default: %(default)s)")
+    report.add_argument("--title", help="the page's title (default: the run's name)")
+    report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="one self-contained HTML file of runs on top of each other")
+    compare.add_argument("run", metavar="RUN_A", help=run_help)
+    compare.add_argument("others", metavar="RUN_B", nargs="+", help="further runs")
+    compare.add_argument("-o", "--output", default="compare.html", help="the file to write (default: %(default)s)")
+    compare.add_argument("--title", help="the page's title (default: the runs' names)")
+    compare.set_defaults(command=_report)
+
+    live = commands.add_parser("live", help="follow a run in this terminal while it trains in another; Ctrl-C ends")
+    live.add_argument("run", metavar="RUN", help=run_help)
+    live.set_defaults(command=_live)
+    return parser
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _summary(arguments: argparse.Namespace) -> None:
+    from flowscope.summary import summarize
+
+    run = _read(arguments.run)
+    header = run.header or RunHeader("?", (), {})
+    print(summarize(header, run.records, run.alerts, {}, f"The file is {arguments.run}."))
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from flowscope.panels.report import write_report
+
+    paths = [arguments.run, *getattr(arguments, "others", ())]
+    runs = {name: _read(path) for name, path in zip(run_names(paths), paths, strict=True)}
+    for name, run in runs.items():
+        if not run.records:
+            raise FlowscopeError(f"{name}: no record yet, so there is nothing to draw; wait for the first step.")
+    file = write_report(runs, arguments.output, title=arguments.title)
+    print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+def _live(arguments: argparse.Namespace) -> None:
+    from flowscope.live import follow, show
+
+    _read(arguments.run)
+    show(follow(arguments.run), sys.stdout)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_names(paths: Sequence[str]) -> list[str]:
+    """A name per run: the folder's own, with so many of its parents as tell the runs apart.
+
+    Raises:
+        FlowscopeError: two paths are the same run.
+    """
+    folders = [Path(path).resolve() for path in paths]
+    folders = [folder.parent if folder.name == FILE_NAME else folder for folder in folders]
+    if len(set(folders)) < len(folders):
+        raise FlowscopeError(f"compare: got {' and '.join(paths)}, which are the same run; expected different ones.")
+    deepest = max(len(folder.parts) for folder in folders)
+    for count in range(1, deepest + 1):
+        names = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _read(path: str) -> Run:
+    """The run, or an error that says what there is instead; incomplete lines are told on stderr."""
+    try:
+        run = read_run(path)
+    except FlowscopeError as error:
+        below = sorted(str(file.parent) for file in Path(path).glob(f"**/{FILE_NAME}")) if Path(path).is_dir() else []
+        if not below:
+            raise
+        more = f" and {len(below) - LISTED} more" if len(below) > LISTED else ""
+        raise FlowscopeError(f"{error} Runs below it: {', '.join(below[:LISTED])}{more}.") from None
+    except OSError as error:
+        raise FlowscopeError(f"{path}: cannot be read ({error.strerror}).") from None
+    if run.skipped_lines and run.header is None and not run.records:
+        raise FlowscopeError(
+            f"{path}: none of its {run.skipped_lines} lines is flowscope's; expected the {FILE_NAME} that "
+            "flowscope.watch(model, log_dir=...) writes."
+        )
+    if run.skipped_lines:
+        print(f"flowscope: {path}: {run.skipped_lines} unreadable line(s) left out.", file=sys.stderr)
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

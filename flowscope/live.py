@@ -1,0 +1,140 @@
+"""A run followed from its file while it trains: the terminal that shows it is not the one that trains.
+
+A training process has other writers on its terminal (prints, warnings, progress bars), so a view that repaints itself
+runs in a process of its own and reads `flowscope.jsonl` as it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
+from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.summary import summarize
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+POLL_SECONDS = 1.0
+KEPT = 1000
+CHUNK = 1 << 24
+
+
+def follow(
+    path: str | os.PathLike[str], *, sleep: Callable[[float], None] = time.sleep, seconds: float = POLL_SECONDS
+) -> Iterator[list[Event]]:
+    """The events of a run, as they are written: first all there are, then, for ever, those of the last `seconds`.
+
+    Args:
+        path: the file, or the folder that holds `flowscope.jsonl`.
+        sleep: what waits between two looks.
+        seconds: how long.
+
+    Yields:
+        The new events, perhaps none. Lines that cannot be understood are left out; a file that became shorter (a run
+        that was started anew) is read from its beginning.
+
+    Raises:
+        FlowscopeError: there is no such file, or it went away.
+    """
+    file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+    position, header = 0, None
+    while True:
+        try:
+            with file.open("rb") as lines:
+                if os.fstat(lines.fileno()).st_size < position:
+                    position, header = 0, None
+                lines.seek(position)
+                fresh = lines.read(CHUNK)
+        except OSError as error:
+            raise FlowscopeError(f"{os.fspath(path)}: cannot be read ({error.strerror}).") from None
+        # what follows the last newline is still being written
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        position += len(whole)
+        events: list[Event] = []
+        for line in whole.splitlines():
+            event = _event(line, header)
+            if isinstance(event, RunHeader):
+                header = event
+            if event is not None:
+                events.append(event)
+        yield events
+        if len(fresh) < CHUNK:
+            sleep(seconds)
+
+
+def _event(line: bytes, header: RunHeader | None) -> Event | None:
+    try:
+        data = json.loads(line)
+        kind = data["type"]
+        if kind == "record":
+            return Record.from_json(data, header)
+        if kind == "alert":
+            return Alert.from_json(data)
+        return RunHeader.from_json(data) if kind == "run" else None
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def show(batches: Iterable[list[Event]], stream: TextIO) -> None:
+    """Show a run until the events end: repainted in place on a terminal with rich installed, else a line a record."""
+    console = _console(stream)
+    if console is None:
+        sink = ConsoleSink(stream)
+        for events in batches:
+            for event in events:
+                sink.write(event)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    view = LiveView()
+    # no thread, and nobody else's prints to take care of: this process does nothing else
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        for events in batches:
+            for event in events:
+                view.add(event)
+            live.update(Text(view.text(console.width)), refresh=True)
+
+
+def _console(stream: TextIO) -> Console | None:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, highlight=False) if is_terminal(stream) and os.environ.get("TERM") != "dumb" else None
+
+
+class LiveView:
+    """What the live view says, from the last events."""
+
+    def __init__(self) -> None:
+        self.header = RunHeader("?", (), {})
+        self.records: deque[Record] = deque(maxlen=KEPT)
+        self.alerts: deque[Alert] = deque(maxlen=KEPT)
+
+    def add(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, RunHeader):
+            self.header = event
+        elif isinstance(event, Record):
+            self.records.append(event)
+        else:
+            self.alerts.append(event)
+
+    def text(self, columns: int) -> str:
+        """The summary, and the losses of the records kept as a sparkline that fits the width."""
+        lines = [summarize(self.header, self.records, self.alerts, {}, "waiting for the first step")]
+        losses = [record.loss for record in self.records if record.loss is not None]
+        if losses:
+            bars = sparkline(losses, min(60, max(8, columns - 30)), log=False)
+            lines.append(f"  loss {bars} {losses[0]:.4g} to {losses[-1]:.4g}")
+        return "\n".join(lines)
