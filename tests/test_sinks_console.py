@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import ConsoleSink, depth_profile_text, sparkline
 from flowscope.sinks.binning import bin_means, is_log_metric, log10
+from flowscope.sinks.console import is_terminal, record_line
 
 
 def make_record(product: list[float] | np.ndarray, **others: np.ndarray) -> Record:
@@ -169,3 +173,111 @@ def test_profiles_refuse_what_they_cannot_show() -> None:
     matrix = make_record([1.0, 2.0], cosine_matrix=np.ones((2, 2)))
     with pytest.raises(FlowscopeError, match=r"shape \(2, 2\)"):
         depth_profile_text({"a": matrix}, "cosine_matrix")
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what was written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    return Terminal()
+
+
+def test_a_terminal_gets_colours_that_fit_it(terminal: Terminal) -> None:
+    pytest.importorskip("rich", reason="pip install rich (extra 'rich'): coloured lines are untested without it")
+    sink = ConsoleSink(terminal)
+    sink.write(make_record(10.0 ** np.linspace(-12.3, 0, 1025)))
+    sink.write(ALERT)
+    sink.write(replace(ALERT, state="resolved"))
+    record, raised, resolved = terminal.getvalue().splitlines()
+    # 100 columns less the one left free, the words (14 + 2 + 14 + 2 + 38 + 2 before the sparkline) and no flag
+    assert len(record) == 99
+    assert record.startswith("step     20  loss     2.346  log10 least product -12.3 at layers.0  ▁")
+    assert raised == f"\x1b[33m{ALERT}\x1b[0m", "yellow for a warning, in one line however long"
+    assert resolved == f"\x1b[32m{replace(ALERT, state='resolved')}\x1b[0m"
+
+
+def test_a_narrow_terminal_keeps_a_sparkline(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert record_line(make_record(np.ones(64)), columns=20).endswith("  " + "█" * 8)
+    ConsoleSink(terminal).write(make_record(np.ones(64)))
+    assert len(terminal.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_without_rich_or_colours_gets_plain_lines(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "rich.console", None)  # what an import finds where rich is not installed
+        ConsoleSink(terminal).write(ALERT)
+    monkeypatch.setenv("TERM", "dumb")
+    ConsoleSink(terminal).write(ALERT)
+    assert terminal.getvalue() == f"{ALERT}\n{ALERT}\n"
+
+
+def test_a_log_file_gets_plain_lines_and_no_control_characters() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    sink.write(make_record(10.0 ** np.linspace(-3, 0, 9)))
+    sink.write(replace(ALERT, where="a\rb\nc"))
+    text = stream.getvalue()
+    assert text.count("\n") == 2
+    assert "\r" not in text
+    assert "\x1b" not in text
+    assert "at a b c: " in text
+
+
+def test_above_a_live_progress_bar(terminal: Terminal) -> None:
+    tqdm = pytest.importorskip("tqdm", reason="pip install tqdm: the company of progress bars is untested without it")
+    file, bars = io.StringIO(), io.StringIO()
+    on_terminal, in_file = ConsoleSink(terminal), ConsoleSink(file)
+    with tqdm.tqdm(total=3, file=terminal, mininterval=0, miniters=1) as bar:
+        shown = len(terminal.getvalue())
+        on_terminal.write(make_record(np.ones(4)))
+        assert terminal.getvalue()[shown:] == "", "records keep silent beside a bar on a terminal"
+        in_file.write(make_record(np.ones(4)))
+        on_terminal.write(ALERT)
+        bar.update()
+    text = terminal.getvalue()[shown:]
+    before, line, after = text.partition(re.search(r"(\x1b\[33m)?\[warning\][^\n]*\n", text)[0])
+    assert before.startswith("\r")
+    assert before.strip() == "", "the bar was wiped before the alert"
+    assert str(ALERT) in line
+    assert "\r" not in line
+    assert "0/3" in after, "the bar stands again below it"
+    assert file.getvalue() == record_line(make_record(np.ones(4))) + "\n", "a log file has a line a record all the same"
+    on_terminal.write(make_record(np.ones(4)))
+    assert "step     20" in terminal.getvalue()[shown:], "after the bar, records are printed again"
+    with tqdm.tqdm(total=3, file=bars, disable=True):
+        on_terminal.write(make_record(np.ones(4)))
+    assert terminal.getvalue().count("step     20") == 2, "a disabled bar is no company"
+    assert bars.getvalue() == ""
+
+
+def test_tqdm_is_not_imported_for_the_question() -> None:
+    code = """
+import sys
+from flowscope.records import Record
+from flowscope.sinks import ConsoleSink
+ConsoleSink().write(Record(3))
+assert "tqdm" not in sys.modules and "rich" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "step      3  loss         -\n"
+
+
+def test_a_stream_that_is_closed_is_no_terminal() -> None:
+    stream = Terminal()
+    stream.close()
+    assert not is_terminal(io.TextIOWrapper(io.BytesIO()))
+    assert not is_terminal(object())
+    with pytest.raises(ValueError, match="closed"):
+        ConsoleSink(stream).write(ALERT)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,10 +22,17 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*%#"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _NOT_SEEN = "·"
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 class ConsoleSink:
-    """Prints to a terminal.
+    """Prints to a terminal or a log file: only ever whole lines, one after the other.
+
+    On a terminal, with `rich` installed (`pip install flowscope[rich]`), lines are coloured and cut to its width.
+    Nothing is repainted: a training process has other writers (prints, warnings, bars), and a view that moves the
+    cursor would overwrite them. The view that repaints is `flowscope live RUN`, in a terminal of its own.
+
+    While a tqdm bar is alive, everything is printed above it, and on a terminal records are not printed.
 
     Args:
         stream: where to; None is `sys.stdout` at the time of writing (so that redirection works).
@@ -42,24 +50,70 @@ class ConsoleSink:
         stream = self._stream if self._stream is not None else sys.stdout
         if self._closed or stream is None:  # a process without a terminal (pythonw) has no stdout
             return
-        ascii_only = not can_encode(stream)
-        if isinstance(event, Alert):
-            line = str(event)
-        elif not self._records:
+        terminal, bar = is_terminal(stream), _progress_bar()
+        if not isinstance(event, Alert) and (not self._records or (terminal and bar is not None)):
             return
-        elif isinstance(event, RunHeader):
-            line = _header_line(event)
+        line = self._line(event, stream, terminal)
+        if bar is not None:
+            bar.write(line, file=stream)
         else:
-            line = record_line(event, ascii_only=ascii_only)
-        if ascii_only:
-            encoding = getattr(stream, "encoding", None) or "ascii"
-            line = line.encode(encoding, "replace").decode(encoding)
-        stream.write(line + "\n")
+            stream.write(line + "\n")
         stream.flush()
 
     def close(self) -> None:
         """Stop printing; the stream stays open, it is not ours."""
         self._closed = True
+
+    @staticmethod
+    def _line(event: Event, stream: TextIO, terminal: bool) -> str:
+        ascii_only = not can_encode(stream)
+        if isinstance(event, Alert):
+            line = str(event)
+        elif isinstance(event, RunHeader):
+            line = _header_line(event)
+        else:
+            columns = shutil.get_terminal_size().columns if terminal else None
+            line = record_line(event, ascii_only=ascii_only, columns=columns)
+        if ascii_only:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            line = line.encode(encoding, "replace").decode(encoding)
+        # a message or a path of two lines would break the promise of one
+        line = line.replace("\r", " ").replace("\n", " ")
+        return _coloured(line, _style(event), stream) if terminal else line
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal; a closed or strange one is not."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _progress_bar() -> Any:
+    """The class of tqdm bars where one is alive, else None; tqdm is never imported for it."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return tqdm if getattr(tqdm, "_instances", None) else None
+
+
+def _style(event: Event) -> str:
+    if isinstance(event, Alert):
+        return "green" if event.state == "resolved" else _STYLES.get(event.severity, "")
+    return "dim" if isinstance(event, RunHeader) else ""
+
+
+def _coloured(line: str, style: str, stream: TextIO) -> str:
+    """The line in colour, where rich is installed and the terminal has colours."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return line
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if console.legacy_windows:  # colours there are calls, not text
+        return line
+    with console.capture() as captured:
+        console.print(line, style=style, end="")
+    return captured.get()
 
 
 def can_encode(stream: TextIO) -> bool:
@@ -71,15 +125,23 @@ def can_encode(stream: TextIO) -> bool:
     return True
 
 
-def record_line(record: Record, *, ascii_only: bool = False) -> str:
-    """One line: step, loss, log10 of the least gradient product and its place, sparkline of the gradient product."""
+def record_line(record: Record, *, ascii_only: bool = False, columns: int | None = None) -> str:
+    """One line: step, loss, log10 of the least gradient product and its place, sparkline of the gradient product.
+
+    Args:
+        record: the record.
+        ascii_only: use only ASCII in the sparkline.
+        columns: make the sparkline, of at least 8 characters, so narrow that the line fits this width.
+    """
     parts = [f"step {record.step:>6}", "loss         -" if record.loss is None else f"loss {record.loss:>9.4g}"]
+    flags = [f"[{flag}]" for flag in record.flags]
     if "gradient_product" in record:
         product = record["gradient_product"]
         parts.append(_least(product, record.labels("gradient_product")))
-        parts.append(sparkline(product, ascii_only=ascii_only))
-    parts += [f"[{flag}]" for flag in record.flags]
-    return "  ".join(parts)
+        # one column is left free: a full last line makes some terminals break it
+        rest = WIDTH if columns is None else columns - 1 - len("  ".join([*parts, "", *flags]))
+        parts.append(sparkline(product, min(WIDTH, max(8, rest)), ascii_only=ascii_only))
+    return "  ".join([*parts, *flags])
 
 
 def _least(product: NDArray[np.float64], labels: list[str]) -> str:
