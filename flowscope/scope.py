@@ -31,7 +31,7 @@ from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
 from flowscope.scaler import ScalerWatch
 from flowscope.schedule import Schedule, make_schedule
-from flowscope.sinks import ConsoleSink, JsonlSink, Sink
+from flowscope.sinks import ConsoleSink, JsonlSink, Run, Sink
 from flowscope.summary import summarize
 
 GRADIENT_METRICS = frozenset(
@@ -266,6 +266,21 @@ class Scope:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
         return summarize(self._header, records, alerts, self._faults.failed, self.flows)
+
+    def report(self, path: str | Path) -> Path:
+        """Write the run so far as one HTML file that opens from disk, and return its path; waits for copies under way.
+
+        It holds what `records` and `alerts` hold; `flowscope report RUN` reads the whole run from its log_dir.
+
+        Raises:
+            FlowscopeError: there is no record yet, or the file cannot be written.
+        """
+        from flowscope.panels.report import write_report
+
+        records, alerts = self.records, self.alerts
+        if not records:
+            raise FlowscopeError("scope.report(path): there is no record yet, expected a training step before it.")
+        return write_report(Run(self._header, records, alerts), path)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
