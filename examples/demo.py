@@ -1,8 +1,9 @@
-"""What `make demo` runs: one decoder that cannot train and its healthy twin, watched side by side, in about a minute.
+"""What `make demo` runs: a decoder that cannot train, its healthy twin, and the cure, watched side by side.
 
-Both are 24 blocks deep and differ only in where the norm sits. Post-LN loses the gradient on its way to the early
-blocks within twenty steps and stays at the loss of a model that only knows byte frequencies; Pre-LN trains. Written
-into runs/demo: one folder a run, for TensorBoard.
+All are 24 blocks deep. The first two differ only in where the norm sits: Post-LN loses the gradient on its way to the
+early blocks within twenty steps and stays at the loss of a model that only knows byte frequencies; Pre-LN trains. The
+third is the failing model with one more line, `flowscope.wrap(model, mode="keel")`. Written into runs/demo: one folder
+a run, for TensorBoard.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LOG_DIR = Path("runs/demo")
 RUNS: dict[str, Callable[[], nn.Module]] = {
     "post_ln": lambda: ByteLM(norm="post"),
     "pre_ln": lambda: ByteLM(norm="pre"),
+    "post_ln_keel": lambda: flowscope.wrap(ByteLM(norm="post"), mode="keel"),
 }
 
 
@@ -49,11 +51,11 @@ def report(scopes: dict[str, flowscope.Scope]) -> None:
     for metric in ("gradient_product", "token_cosine"):
         print()
         print(depth_profile_text({name: scope.records[-1] for name, scope in scopes.items()}, metric, rows=9))
-    print(f"\n{'run':<10} {'loss, last records':>18}   alerts")
+    print(f"\n{'run':<12} {'loss, last records':>18}   alerts")
     for name, scope in scopes.items():
         losses = [record.loss for record in scope.records[-4:] if record.loss is not None]
         raised = [f"{a.kind} (step {a.step})" for a in scope.alerts if a.state == "raised"]
-        print(f"{name:<10} {sum(losses) / len(losses):>18.3f}   {', '.join(raised) or 'none'}")
+        print(f"{name:<12} {sum(losses) / len(losses):>18.3f}   {', '.join(raised) or 'none'}")
 
 
 def main() -> None:

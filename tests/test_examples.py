@@ -1,4 +1,4 @@
-"""The examples run, and the demo's two runs look as the demo says."""
+"""The examples run, and the demo's three runs look as the demo says."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def test_post_ln_loses_its_gradient_and_pre_ln_does_not() -> None:
     assert products["pre"] > 1
 
 
-def test_demo_alerts_on_post_ln_and_is_silent_on_pre_ln(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_alerts_on_post_ln_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import demo
 
     scopes = {name: demo.train(name, build, steps=24, log_dir=tmp_path) for name, build in demo.RUNS.items()}
     raised = {name: [(a.kind, a.step) for a in s.alerts if a.state == "raised"] for name, s in scopes.items()}
     assert any(kind in ("vanishing_gradient", "token_collapse") and step <= 20 for kind, step in raised["post_ln"])
-    assert raised["pre_ln"] == []
+    assert raised["pre_ln"] == raised["post_ln_keel"] == []
     demo.report(scopes)
     out = capsys.readouterr().out
     assert "gradient_product" in out
     assert "post_ln" in out
-    assert {"post_ln", "pre_ln"} <= {p.name for p in tmp_path.iterdir()}
+    assert {"post_ln", "pre_ln", "post_ln_keel"} <= {p.name for p in tmp_path.iterdir()}
 
 
 def test_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +94,19 @@ def test_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip().endswith(scope.summary().strip())
     source = (EXAMPLES / "plain_loop.py").read_text()
     assert len(source.split("def main")[1].split("return scope")[0].splitlines()) < 30
+
+
+@pytest.mark.parametrize("mode", ["dhc", "keel"])
+def test_wrapped_transformers_model_beside_its_original(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import wrap_transformers
+
+    scopes = wrap_transformers.main(mode, steps=3)
+    original, wrapped = (scope.records for scope in scopes.values())
+    assert len(original) == len(wrapped) == 3
+    assert "mix_gain_backward" in wrapped[0].metrics or "gate_mean" in wrapped[0].metrics
+    if mode == "dhc":
+        assert wrapped[0].loss == pytest.approx(original[0].loss, rel=1e-5)
+    assert f"16 merge sites, wrapped with mode='{mode}'" in capsys.readouterr().out
 
 
 def test_lightning_loop_stops_itself(tmp_path: Path) -> None:
