@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench screenshots clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,10 @@ format: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/overhead.py --write docs/overhead.md
+
+screenshots: $(VENV)/.ready-dev
+	test -d runs/demo || $(BIN)/python examples/demo.py
+	$(BIN)/python examples/screenshots.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
