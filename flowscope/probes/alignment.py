@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import Flow, display_path
-from flowscope.probes.deposit import Switch
-from flowscope.probes.hooks import Hooks, in_backward, masked
+from flowscope.probes.hooks import Hooks, Switch, in_backward, masked
 from flowscope.probes.layout import hidden_input, hidden_output, is_compiling
 
 
@@ -33,7 +32,7 @@ class AlignmentObserver:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seen: dict[int, Tensor] = {}
         for index, path in enumerate(flow.outputs):
-            hooks.after(model.get_submodule(path), self.part, partial(self._after, index))
+            hooks.after(model.get_submodule(path), self.part, partial(self._after, index), switch)
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not (self._switch.sampling and self._switch.slow) or self._switch.paused or index in self._seen:

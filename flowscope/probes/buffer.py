@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.statistics import wide
+from flowscope.probes.statistics import Sums, wide
 
 _HOST = torch.device("cpu")
 
@@ -38,7 +38,7 @@ class DepositBuffer:
             if held is None or held.shape[0] < self.rows:
                 self._grow(device)
 
-    def add(self, row: int, at: int, sums: Tensor | tuple[float, ...]) -> None:
+    def add(self, row: int, at: int, sums: Sums) -> None:
         """Add sums to a row from column `at` on: a tensor on its device, plain numbers on the host."""
         device = sums.device if isinstance(sums, Tensor) else _HOST
         held = self._tensors.get(device)

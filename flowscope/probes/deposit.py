@@ -10,6 +10,7 @@ Axis letters: B batch, T tokens, D features, L depth, P = L + 1 points.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, in_backward
+from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import (
     AxisReader,
     derives_from,
@@ -33,12 +34,12 @@ from flowscope.probes.layout import (
     is_compiling,
     node_number,
 )
-from flowscope.probes.statistics import Positions
+from flowscope.probes.statistics import Positions, Sums, is_host
 
 ENTRY = -1
 PointKey = tuple[int, int]
 """(index of the module among the flow's outputs, or ENTRY; number of the call within one forward)."""
-Forward = tuple[statistics.Head, Tensor | None]
+Forward = tuple[Sums, Sums | None]
 """A point's forward sums that wait for its gradient: those of the whole tensor, and those between points."""
 MAX_CALLS = 4096
 
@@ -47,19 +48,6 @@ def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
-
-
-class Switch:
-    """What every hook asks first. Set between steps only, so that a compiled model has two graphs: on and off."""
-
-    def __init__(self) -> None:
-        self.sampling = False
-        self.slow = False
-        self.paused = False
-        self.in_closure = False
-        """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""
-        self.stale = False
-        """A foreign optimizer stepped: what is pending belongs to it unless our own optimizer steps next."""
 
 
 class Canary:
@@ -74,7 +62,10 @@ class Canary:
 
     def count(self, kind: str, x: Tensor) -> None:
         """Add the number of non-finite entries of x."""
-        self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x.detach()))
+        x = x.detach()
+        if is_host(x) and math.isfinite(abs(x.sum().item())):
+            return  # a finite sum has no infinite or NaN term; one that is not may only have overflowed
+        self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x))
 
 
 class FlowObserver:
@@ -113,7 +104,8 @@ class FlowObserver:
             module = model.get_submodule(path)
             self._readers.append(AxisReader.of(module))
             if path not in self.borrowed:
-                hooks.after(module, self.part, partial(self._after, index))
+                every_step = index in self._canaries
+                hooks.after(module, self.part, partial(self._after, index), None if every_step else switch)
                 self._row((index, 0))
         self.has_entry = flow.entry is not None and flow.entry not in self.borrowed
         if self.has_entry:
@@ -200,8 +192,6 @@ class FlowObserver:
         if self.switch.paused:
             return
         tracing = is_compiling()
-        if not self.switch.sampling and index not in self._canaries:
-            return
         like = hidden_input(args, kwargs)
         x = hidden_output(output, like)
         if not self.switch.sampling:
@@ -366,7 +356,7 @@ class FlowObserver:
         if slow is not None:
             self.grams[key], self.slices[key] = slow
 
-    def _add(self, key: PointKey, forward: Forward, backward: statistics.Head | None) -> None:
+    def _add(self, key: PointKey, forward: Forward, backward: Sums | None) -> None:
         row = self._row(key)
         head, between = forward
         self.buffer.add(row, statistics.SQUARE, head)

@@ -19,8 +19,8 @@ from flowscope.discovery.plan import display_path
 from flowscope.errors import FlowscopeError
 from flowscope.probes import site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.deposit import Switch, full_precision
-from flowscope.probes.hooks import Hooks
+from flowscope.probes.deposit import full_precision
+from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import hidden_output
 
 EDGE = 1e-7
@@ -47,7 +47,7 @@ class GateObserver:
         self.buffer = DepositBuffer(site_statistics.GATE_COLUMNS)
         for row, (_, module) in enumerate(chosen):
             self.buffer.new_row()
-            hooks.after(module, self.PART, partial(self._after, row))
+            hooks.after(module, self.PART, partial(self._after, row), switch)
 
     def _after(self, row: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         gate = hidden_output(output, None)

@@ -62,17 +62,34 @@ def no_training_pass() -> bool:
     )
 
 
+class Switch:
+    """What every hook asks first. Set between steps only, so that a compiled model has two graphs: on and off."""
+
+    def __init__(self, *, sampling: bool = False) -> None:
+        self.sampling = sampling
+        self.slow = False
+        self.paused = False
+        self.in_closure = False
+        """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""
+        self.stale = False
+        """A foreign optimizer stepped: what is pending belongs to it unless our own optimizer steps next."""
+
+
+ALWAYS = Switch(sampling=True)
+"""The switch of hooks that look at every step."""
+
+
 class Hook:
     """A module hook: guarded, and replaced by an inert standard-library method in any copy or pickle of the model."""
 
-    def __init__(self, part: str, observe: Callable[..., None], faults: Faults) -> None:
+    def __init__(self, part: str, observe: Callable[..., None], faults: Faults, switch: Switch | None = None) -> None:
         self.part, self.observe, self.faults = part, observe, faults
         self.failed = faults.failed
-        self.on = True
+        self.switch = switch or ALWAYS
 
     def __call__(self, *args: Any) -> None:
         """Observe; never returns a value, so the module's output stays what it was."""
-        if not self.on or MASK.on or self.part in self.failed or no_training_pass():
+        if not self.switch.sampling or MASK.on or self.part in self.failed or no_training_pass():
             return
         try:
             self.observe(*args)
@@ -96,17 +113,28 @@ class Hooks:
         self._handles: list[Any] = []
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
 
-    def before(self, module: nn.Module, part: str, observe: Callable[..., None], *, first: bool = False) -> Hook:
-        """Call `observe(module, args, kwargs)` before each forward of `module`."""
-        hook = Hook(part, observe, self.faults)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
-        return hook
+    def before(
+        self,
+        module: nn.Module,
+        part: str,
+        observe: Callable[..., None],
+        switch: Switch | None = None,
+        *,
+        first: bool = False,
+    ) -> Any:
+        """Call `observe(module, args, kwargs)` before each forward of `module`; returns the removable handle.
 
-    def after(self, module: nn.Module, part: str, observe: Callable[..., None]) -> Hook:
-        """Call `observe(module, args, kwargs, output)` after each forward of `module`."""
-        hook = Hook(part, observe, self.faults)
+        With a `switch`, only while it is sampling.
+        """
+        hook = Hook(part, observe, self.faults, switch)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
+        return self._handles[-1]
+
+    def after(self, module: nn.Module, part: str, observe: Callable[..., None], switch: Switch | None = None) -> Any:
+        """Call `observe(module, args, kwargs, output)` after each forward of `module`; likewise."""
+        hook = Hook(part, observe, self.faults, switch)
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        return hook
+        return self._handles[-1]
 
     def keep(self, handle: Any) -> None:
         """Take over another removable handle (an optimizer's hook)."""

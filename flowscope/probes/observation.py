@@ -16,9 +16,9 @@ from flowscope.discovery.plan import FlowPlan
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
-from flowscope.probes.deposit import Canary, FlowObserver, Switch
+from flowscope.probes.deposit import Canary, FlowObserver
 from flowscope.probes.gates import GateObserver
-from flowscope.probes.hooks import Hooks
+from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.recurrent import Replay

@@ -34,7 +34,8 @@ def gate_sums(logit: Tensor) -> Tensor:
     count = torch.full_like(flat[0], flat.numel())
     saturated = (flat.abs() > SATURATED_LOGIT).sum(dtype=flat.dtype)
     head = torch.stack([count, t.sum(), (t * t).sum(), saturated, -functional.softplus(flat).sum()])
-    buckets = torch.histc(flat.clamp(-LOGIT_RANGE, LOGIT_RANGE), LOGIT_BUCKETS, -LOGIT_RANGE, LOGIT_RANGE)
+    shown = torch.nan_to_num(flat.clamp(-LOGIT_RANGE, LOGIT_RANGE), nan=2 * LOGIT_RANGE)  # NaN is in no bucket
+    buckets = torch.histc(shown, LOGIT_BUCKETS, -LOGIT_RANGE, LOGIT_RANGE)
     return torch.cat([head, buckets])
 
 

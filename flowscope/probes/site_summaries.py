@@ -41,6 +41,8 @@ def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:
 def _bucket_quantile(counts: Array, q: float) -> float:
     width = 2 * s.LOGIT_RANGE / s.LOGIT_BUCKETS
     cumulative = np.cumsum(counts)
+    if not cumulative[-1] > 0:
+        return float("nan")
     rank = q * cumulative[-1]
     bucket = int(np.searchsorted(cumulative, rank, side="left"))
     inside = (rank - (cumulative[bucket] - counts[bucket])) / counts[bucket]

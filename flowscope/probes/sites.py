@@ -22,8 +22,8 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import site_statistics, site_summaries, statistics, summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.deposit import Switch, full_precision
-from flowscope.probes.hooks import MASK, Hooks, in_backward
+from flowscope.probes.deposit import full_precision
+from flowscope.probes.hooks import MASK, Hooks, Switch, in_backward
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.statistics import Positions
 
@@ -232,7 +232,7 @@ class SiteObserver:
         add(
             {
                 "branch_weight": np.array([np.nan if r is None else r[1 : 1 + side].mean() / r[0] for r in writes]),
-                "stream_cosine": np.array([np.nan if r is None else r[1] / r[0] for r in cosines]),
+                "stream_cosine": np.array([np.nan if r is None or side == 1 else r[1] / r[0] for r in cosines]),
             }
         )
 

@@ -193,9 +193,10 @@ class Snapshot:
 
     def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
         observation = self._observation
-        vectors = {probe: host[where][0] for where, probe in self._units}
+        vectors = {probe: probe.vector(host[where][0]) for where, probe in self._units}
         observation.first_record(vectors)
-        vectors = {p: v for p, v in vectors.items() if p.kind != "input" or (p.hook is not None and p.hook.on)}
+        watched = observation.units.probes if observation.units is not None else []
+        vectors = {p: v for p, v in vectors.items() if p in watched}
         metrics, labels = summaries.unit_metrics(
             {p.label: v for p, v in vectors.items()}, {p.label: p.kind for p in vectors}
         )

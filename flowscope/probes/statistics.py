@@ -1,4 +1,4 @@
-"""Additive statistics of hidden states and gradients: pure functions `Tensor -> vector of sums` (torch only).
+"""Additive statistics of hidden states and gradients: pure functions `Tensor -> vector of sums`.
 
 Axis letters: B batch, T tokens or positions, D features, N sampled positions (N <= B*T), L depth.
 
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 OCTAVES_BELOW = 20
@@ -79,25 +82,43 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     return Positions(values, torch.linalg.vecdot(values, values).sqrt(), sequences)
 
 
-Head = Tensor | tuple[float, float, float]
-"""Three sums of one tensor: on the host as numbers (eager CPU, where reading waits for nothing), else as a tensor [3]."""
+Sums = Tensor | NDArray[np.float64] | tuple[float, ...]
+"""Sums of one deposit: on the host as numbers (eager CPU, where reading waits for nothing), else a tensor."""
+FP32_SAFE = (1e-15, 1e15)
+"""Norms in this range are right to fp32 rounding; outside it, squares of entries under- or overflow fp32."""
+FP32_ENTRIES = 1 << 16
+"""Up to so many entries an fp32 norm is within 3e-6 (measured, heavy tails); at 2^23 it is off by 2e-4."""
 
 
-def head(x: Tensor, third: float) -> Head:
-    """Return the fp64 sum of squares of x, the number of its non-finite entries, and the constant `third`.
+def is_host(x: Tensor) -> bool:
+    """Whether x can be read without waiting and without breaking a graph: on the CPU, not being compiled."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
-    The count is of x - x, which is 0 or NaN. On the CPU it is only made where the norm is not finite: fp64 squares of
+
+def host_norm(x: Tensor) -> float:
+    """Return the norm of a tensor on the host with the exactness of fp64 accumulation, in fp32 where that is enough."""
+    if x.dtype == torch.float32 and x.numel() <= FP32_ENTRIES:
+        norm = torch.linalg.vector_norm(x).item()
+        if FP32_SAFE[0] < norm < FP32_SAFE[1]:
+            return norm
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+
+
+def head(x: Tensor, third: float) -> Sums:
+    """Return [3]: the fp64 sum of squares of x, the number of its non-finite entries, and the constant `third`.
+
+    The count is of x - x, which is 0 or NaN. On the host it is only made where the norm is not finite: fp64 squares of
     fp32 entries cannot overflow.
     """
     if x.is_complex():
         x = torch.view_as_real(x)
-    norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        value = norm.item()
-        safe = math.isfinite(value) and x.dtype != torch.float64
-        return value * value, 0.0 if safe else float(torch.count_nonzero(x - x)), third
-    nonfinite = torch.count_nonzero(x - x).to(norm.dtype)
-    return torch.stack([norm * norm, nonfinite, torch.full_like(norm, third)])
+    if is_host(x):
+        norm = host_norm(x)
+        safe = math.isfinite(norm) and x.dtype != torch.float64
+        return norm * norm, 0.0 if safe else float(torch.count_nonzero(x - x)), third
+    wide_norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
+    nonfinite = torch.count_nonzero(x - x).to(wide_norm.dtype)
+    return torch.stack([wide_norm * wide_norm, nonfinite, torch.full_like(wide_norm, third)])
 
 
 def nonfinite_count(x: Tensor) -> Tensor:
@@ -105,55 +126,73 @@ def nonfinite_count(x: Tensor) -> Tensor:
     return torch.count_nonzero(x - x).reshape(1)
 
 
-def cosine_buckets(one_minus_cosine: Tensor) -> Tensor:
-    """Return counts [BUCKETS] of 1 - cos [N]: bucket 0 below 2^-20, then 4 an octave up to 2; NaN is not counted."""
-    lowest = -OCTAVES_BELOW - 1.0 / BUCKETS_PER_OCTAVE
-    octave = torch.log2(one_minus_cosine.clamp(2.0 ** (lowest + 1e-3), 2.0))
-    return torch.histc(torch.nan_to_num(octave, nan=9.0), BUCKETS, lowest, 1.0)
+LOWEST = -OCTAVES_BELOW - 1.0 / BUCKETS_PER_OCTAVE
+"""Where bucket 0 begins, in octaves; what is smaller is moved into it."""
 
 
-def depth_statistics(before: Positions | None, now: Positions, origin: Positions | None) -> Tensor:
+def cosine_buckets(one_minus_cosine: Any) -> Any:
+    """Return counts [BUCKETS] of 1 - cos [N]: bucket 0 below 2^-20, then 4 an octave up to 2; NaN is not counted.
+
+    Takes and returns a tensor, or a numpy array on the host.
+    """
+    if isinstance(one_minus_cosine, Tensor):
+        octave = torch.log2(one_minus_cosine.clamp(2.0 ** (LOWEST + 1e-3), 2.0))
+        return torch.histc(torch.nan_to_num(octave, nan=9.0), BUCKETS, LOWEST, 1.0)
+    seen = one_minus_cosine[np.isfinite(one_minus_cosine)]
+    octave = np.log2(np.clip(seen, 2.0 ** (LOWEST + 1e-3), 2.0))
+    index = np.minimum(((octave - LOWEST) * BUCKETS_PER_OCTAVE).astype(np.int64), BUCKETS - 1)
+    return np.bincount(index, minlength=BUCKETS)
+
+
+def depth_statistics(before: Positions | None, now: Positions, origin: Positions | None) -> Sums:
     """Return the columns TO_INPUT .. end of a row for a point `now` that follows the point `before`.
 
     1 - cos(a, b) = (|b - a|^2 - (|a| - |b|)^2) / (2 |a| |b|), exact for near-equal vectors where 1 - a.b/|a||b| is not.
+    Products of whole vectors are torch's; what is left, a few operations on [N], is numpy's on the host.
 
     Args:
         before: the previous point's positions, None at the first point or where widths differ.
         now: this point's positions.
         origin: the positions of x_0, None where unknown or of another width.
     """
-    out = torch.zeros(COLUMNS - TO_INPUT, dtype=torch.float32, device=now.values.device)
     inverse = now.norm.reciprocal()
+    products: dict[str, Tensor] = {"norm": now.norm, "inverse": inverse}
     if origin is not None:
-        cosine = torch.linalg.vecdot(origin.values, now.values) * (inverse / origin.norm)
-        valid = torch.isfinite(cosine)
-        out[0] = torch.where(valid, cosine, 0.0).sum()
-        out[1] = valid.sum()
+        products |= {"to_input": torch.linalg.vecdot(origin.values, now.values), "origin": origin.norm}
     if now.sequences:
-        means = token_cosines(now, inverse)
-        valid = torch.isfinite(means)
-        out[2] = torch.where(valid, means, 0.0).sum()
-        out[3] = valid.sum()
+        tokens = now.values.shape[0] // now.sequences
+        weights = inverse.view(now.sequences, 1, tokens)
+        total = torch.bmm(weights, now.values.view(now.sequences, tokens, -1)).squeeze(1)
+        products["token"] = (torch.linalg.vecdot(total, total) - tokens) / (tokens * (tokens - 1))
     if before is not None:
         difference = now.values - before.values
-        square = torch.linalg.vecdot(difference, difference)
-        gap = now.norm - before.norm
-        out[4] = square.sum()
-        out[5] = torch.dot(before.norm, before.norm)
-        out[6:] = cosine_buckets((square - gap * gap) * inverse / (2.0 * before.norm))
-    return out
+        products |= {"square": torch.linalg.vecdot(difference, difference), "before": before.norm}
+    if is_host(now.values):
+        with np.errstate(all="ignore"):
+            scalars, histogram = _combined(np, {name: product.numpy() for name, product in products.items()})
+        row = np.zeros(COLUMNS - TO_INPUT)
+        row[: len(scalars)] = scalars
+        row[len(scalars) :] = 0 if histogram is None else histogram
+        return row
+    scalars, histogram = _combined(torch, products)
+    zero = now.norm.new_zeros(())
+    parts = [torch.stack([part if isinstance(part, Tensor) else zero for part in scalars])]
+    return torch.cat([*parts, zero.expand(BUCKETS) if histogram is None else histogram])
 
 
-def token_cosines(now: Positions, inverse: Tensor) -> Tensor:
-    """Return, per sequence, the mean cosine between two different tokens.
-
-    mean over s != t of u_s . u_t = (|sum_t u_t|^2 - T) / (T (T - 1)) for the unit vectors u_t; NaN for a zero token.
-
-    Args:
-        now: N = sequences * T positions.
-        inverse: [N] reciprocal norms.
-    """
-    tokens = now.values.shape[0] // now.sequences
-    weights = inverse.view(now.sequences, 1, tokens)
-    total = torch.bmm(weights, now.values.view(now.sequences, tokens, -1)).squeeze(1)
-    return (torch.linalg.vecdot(total, total) - tokens) / (tokens * (tokens - 1))
+def _combined(xp: Any, products: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The scalar columns and the buckets (None: no previous point), with what torch and numpy have in common."""
+    scalars: list[Any] = []
+    cosine = products["to_input"] * (products["inverse"] / products["origin"]) if "to_input" in products else None
+    for values in (cosine, products.get("token")):
+        if values is None:
+            scalars += [0.0, 0.0]
+        else:
+            valid = xp.isfinite(values)
+            scalars += [xp.where(valid, values, 0.0).sum(), valid.sum()]
+    if "square" not in products:
+        return [*scalars, 0.0, 0.0], None
+    square, before = products["square"], products["before"]
+    gap = products["norm"] - before
+    one_minus_cosine = (square - gap * gap) * products["inverse"] / (2.0 * before)
+    return [*scalars, square.sum(), (before * before).sum()], cosine_buckets(one_minus_cosine)

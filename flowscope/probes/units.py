@@ -16,13 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
-from flowscope.probes.deposit import Switch
-from flowscope.probes.hooks import Hook, Hooks
+from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.statistics import feature_last, wide
 
@@ -33,6 +34,8 @@ SMOOTH_ZERO = 1e-5
 """GELU and SiLU never reach zero: a unit below this counts as off (TheDeepChecker's limit)."""
 RECTIFIED_SHARE = 0.05
 """An input with fewer exact zeros than this did not come from a rectifier, and is not watched further."""
+SUMMED = ("tanh", "sigmoid", "input")
+"""Kinds that also count single values: saturated, or exactly zero."""
 PARAMETRISED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 TANH_LIMIT = math.tanh(2.5)
@@ -46,7 +49,7 @@ class UnitProbe:
         self.label, self.kind = label, kind
         self.counts: Tensor | None = None
         self.sums: Tensor | None = None
-        self.hook: Hook | None = None
+        self.handle: Any = None
 
     def deposit(self, on: Tensor, sums: Tensor | None, gradient: Tensor) -> None:
         """Add what the forward counted, now that its gradient arrived."""
@@ -54,9 +57,14 @@ class UnitProbe:
         if self.counts is None or self.counts.shape != on.shape:
             self.counts, self.sums = on, sums
             return
-        self.counts = self.counts + on
+        self.counts = self.counts | on
         if sums is not None and self.sums is not None:
             self.sums = self.sums + sums
+
+
+    def vector(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return [saturated or zero, size, counts per unit...] from what `take` gave; 0 where only units are counted."""
+        return taken if self.kind in SUMMED else np.concatenate([[0.0, 0.0], taken])
 
 
 def activation_kind(module: nn.Module) -> str | None:
@@ -89,20 +97,20 @@ class UnitObserver:
             reader = readers.setdefault(id(parent), AxisReader.of(parent))
             if kind is not None:
                 probe = UnitProbe(display_path(path), kind)
-                probe.hook = hooks.after(module, self.PART, partial(self._after, probe, reader))
+                probe.handle = hooks.after(module, self.PART, partial(self._after, probe, reader), switch)
             else:
                 probe = UnitProbe(f"{display_path(path)}:input", "input")
-                probe.hook = hooks.before(module, self.PART, partial(self._before, probe, reader))
+                probe.handle = hooks.before(module, self.PART, partial(self._before, probe, reader), switch)
             self.probes.append(probe)
 
     def _after(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
-        if self._switch.sampling and not self._switch.paused and not is_compiling():
+        if not self._switch.paused and not is_compiling():
             x = hidden_output(output, None)
             if x is not None:
                 self._count(probe, reader, x)
 
     def _before(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._switch.sampling and not self._switch.paused and not is_compiling():
+        if not self._switch.paused and not is_compiling():
             x = hidden_input(args, kwargs)
             if x is not None and not self._already_counted(x):
                 self._count(probe, reader, x)
@@ -119,11 +127,11 @@ class UnitObserver:
         with torch.no_grad():
             states, axis, _ = reader.read(x.detach())
             states = feature_last(states, axis).flatten(0, 1)
-            states = states[:, :: -(-states.shape[1] // self._units)]
-            dtype = wide(x.device)
+            if states.shape[1] > self._units:
+                states = states[:, :: -(-states.shape[1] // self._units)]
             # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
-            on = (states.abs().amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)).to(dtype)
-            counted = _counted(probe.kind, states, dtype)
+            on = states.abs().amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)
+            counted = _counted(probe.kind, states, wide(x.device))
             sums = None if counted is None else torch.stack([counted, torch.full_like(counted, states.numel())])
         self._hooks.on_gradient(x, self.PART, partial(probe.deposit, on, sums), probe.label)
 
@@ -132,12 +140,12 @@ class UnitObserver:
         self._counted.clear()
 
     def take(self) -> list[tuple[Tensor, UnitProbe]]:
-        """Return [saturated or zero, size, counts per unit...] of the probes that saw a gradient, and start again from nothing."""
+        """Return what the probes that saw a gradient counted (`UnitProbe.vector` reads it), and start again."""
         taken = []
         for probe in self.probes:
             if probe.counts is not None:
-                sums = probe.sums if probe.sums is not None else probe.counts.new_zeros(2)
-                taken.append((torch.cat([sums, probe.counts]), probe))
+                counts = probe.counts.to(wide(probe.counts.device))
+                taken.append((counts if probe.sums is None else torch.cat([probe.sums, counts]), probe))
                 probe.counts = probe.sums = None
         return taken
 
@@ -145,8 +153,7 @@ class UnitObserver:
         """Switch off the input probes that `rectified` denies (decided on the host from the first record)."""
         for probe in list(self.probes):
             if probe.kind == "input" and not rectified(probe):
-                assert probe.hook is not None
-                probe.hook.on = False
+                probe.handle.remove()
                 self.probes.remove(probe)
 
 
