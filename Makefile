@@ -27,7 +27,7 @@ bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/overhead.py --write docs/overhead.md
 
 screenshots: $(VENV)/.ready-dev
-	test -d runs/demo || $(BIN)/python examples/demo.py
+	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py
 	$(BIN)/python examples/screenshots.py
 
 $(VENV)/bin/python:

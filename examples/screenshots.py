@@ -36,26 +36,37 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the demo's runs (default: %(default)s)")
     parser.add_argument("--images", type=Path, default=IMAGES, help="where to (default: %(default)s)")
     arguments = parser.parse_args()
-    folders = {name: arguments.runs / name for name in ("post_ln", "pre_ln")}
-    if not all(folder.is_dir() for folder in folders.values()):
-        sys.exit(f"{arguments.runs}: there is no demo run; `make demo` makes it in 20 s.")
-    arguments.images.mkdir(parents=True, exist_ok=True)
+    folders = {name: arguments.runs / name for name in ("post_ln", "pre_ln", "post_ln_keel")}
+    if missing := [name for name, folder in folders.items() if not folder.is_dir()]:
+        sys.exit(f"{arguments.runs}: there is no run {' or '.join(missing)}; `make demo` makes them in 30 s.")
+    runs, images = {name: read_run(folder) for name, folder in folders.items()}, arguments.images
+    images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, browser() as chromium:
-        report = write_report({name: read_run(folder) for name, folder in folders.items()}, Path(scratch) / "demo.html")
+        twins = write_report({name: runs[name] for name in ("post_ln", "pre_ln")}, Path(scratch) / "twins.html")
+        wrapped = write_report({"post_ln_keel": runs["post_ln_keel"]}, Path(scratch) / "wrapped.html")
+
         with tensorboard(arguments.runs) as address:
-            page = chromium.new_page(viewport={"width": 1280, "height": 1180})
+            page = chromium.new_page(viewport={"width": 1280, "height": 1220})
             page.goto(f"{address}#flowscope")
             page.frame_locator("iframe").locator(".heats canvas").nth(1).wait_for()
-            save(page, arguments.images / "tensorboard_tab.png")
-        page = chromium.new_page(viewport={"width": 1280, "height": 1350}, color_scheme="light")
-        page.goto(report.as_uri())
-        page.get_by_text("vanishing_gradient").nth(1).click()
-        save(page, arguments.images / "report_alert.png")
-        page = chromium.new_page(viewport={"width": 1280, "height": 1700}, color_scheme="dark")
-        page.goto(report.as_uri())
+            save(page, images / "tensorboard_tab.png")
+
+        page = chromium.new_page(viewport={"width": 1280, "height": 1350})
+        page.goto(twins.as_uri())
+        page.locator("section.alerts").get_by_text("vanishing_gradient").click()
+        save(page, images / "report_alert.png")
+
+        page = chromium.new_page(viewport={"width": 1280, "height": 1740}, color_scheme="dark")
+        page.goto(twins.as_uri())
         page.get_by_role("button", name="Depth", exact=True).click()
         page.locator(".matrices").wait_for()
-        save(page, arguments.images / "report_depth_dark.png")
+        save(page, images / "report_depth_dark.png")
+
+        page = chromium.new_page(viewport={"width": 1280, "height": 1130})
+        page.goto(wrapped.as_uri())
+        page.get_by_role("button", name="Gates", exact=True).click()
+        page.get_by_role("heading", name="gate_mean over depth").wait_for()
+        save(page, images / "report_gates.png")
 
 
 @contextmanager
