@@ -21,6 +21,7 @@ class Metric:
         scale: the scale it starts on.
         shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row).
         band: the metrics that are its lower and upper quantile.
+        bounds: what the values lie between by definition; colours then span all of it.
         limits: the fields of `WatchConfig` that are drawn beside it.
         per_flow: False where the rows are the whole model's.
     """
@@ -30,6 +31,7 @@ class Metric:
     scale: Scale = "linear"
     shape: Shape = "profile"
     band: tuple[str, str] | None = None
+    bounds: tuple[float, float] | None = None
     limits: tuple[str, ...] = ()
     per_flow: bool = True
 
@@ -102,6 +104,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "param_norm": ("Parameters", "Norm of each parameter.", "log"),
     "param_trainable": ("Parameters", "1 where the parameter asks for a gradient.", "linear"),
     "param_optimized": ("Parameters", "1 where an optimizer holds the parameter.", "linear"),
+    "param_is_norm": ("Parameters", "1 where the parameter belongs to a normalisation layer.", "linear"),
     "nonfinite": ("Finiteness", "Count of inf and NaN in the activation. Healthy: 0.", "linear"),
     "nonfinite_grad": ("Finiteness", "Count of inf and NaN in the gradient. Healthy: 0.", "linear"),
     "canary": (
@@ -116,6 +119,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
 
 _BANDS = {"cosine": ("cosine_p05", "cosine_p95"), "gate_mean": ("gate_p05", "gate_p95")}
 _LIMITS = {"gradient_product": ("vanishing_product", "exploding_product"), "token_cosine": ("token_cosine",)}
+_SHARES = {"dead_fraction", "saturation", "gate_mean", "gate_saturation", "param_trainable", "param_optimized"}
 _OF_THE_MODEL = {
     "canary",
     "connection_grad_norm",
@@ -125,6 +129,12 @@ _OF_THE_MODEL = {
     "update_ratio",
 }
 
+
+def _bounds(name: str) -> tuple[float, float] | None:
+    # a cosine below 0 widens the scale to -1 in the browser
+    return (0.0, 1.0) if name in _SHARES or "cosine" in name else None
+
+
 METRICS: dict[str, Metric] = {
     "cosine_matrix": Metric("Depth", "Cosine of each pair of depths.", shape="matrix"),
     "mix_matrix": Metric("Mixing", "How the streams are mixed at each site.", shape="stack"),
@@ -132,6 +142,7 @@ METRICS: dict[str, Metric] = {
         name: Metric(
             *meaning,
             band=_BANDS.get(name),
+            bounds=_bounds(name),
             limits=_LIMITS.get(name, ()),
             per_flow=name not in _OF_THE_MODEL and not name.startswith("param_"),
         )
@@ -170,7 +181,9 @@ def describe(metric: str) -> Metric:
     parts = metric.rsplit("_", 1)
     if len(parts) == 2 and parts[1] in {"p05", "p95"} and (parts[0] in METRICS or f"{parts[0]}_mean" in METRICS):
         whole = METRICS.get(parts[0]) or METRICS[f"{parts[0]}_mean"]
-        return Metric(whole.view, f"The {int(parts[1][1:])} % quantile of {parts[0]}.", whole.scale)
+        return Metric(
+            whole.view, f"The {int(parts[1][1:])} % quantile of {parts[0]}.", whole.scale, bounds=whole.bounds
+        )
     scale: Scale = "log" if _BY_MAGNITUDE & set(metric.split("_")) else "linear"
     return Metric("Other", "", scale, per_flow=not metric.startswith("param_"))
 

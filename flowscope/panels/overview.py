@@ -69,8 +69,13 @@ def flows_of(run: RunView) -> list[dict[str, Any]]:
     """Name, kind and number of points of each flow; without a header, what the keys tell."""
     if run.header and run.header.flows:
         return [{"name": f.name, "kind": f.kind, "points": len(f.points)} for f in run.header.flows]
-    lengths = {split_key(key)[1] or "network": len(labels) for key, labels in reversed(run.labels.items())}
-    return [{"name": name, "kind": "unknown", "points": length} for name, length in reversed(lengths.items())]
+    points: dict[str | None, int] = {}
+    for key, labels in run.labels.items():
+        metric, flow = split_key(key)
+        if metric == "gradient_product" or flow not in points:
+            points[flow] = len(labels)
+    names = sorted(points, key=lambda flow: flow or "")
+    return [{"name": flow or "network", "kind": "unknown", "points": points[flow]} for flow in names]
 
 
 def alert_spans(run: RunView) -> list[dict[str, Any]]:
@@ -126,7 +131,7 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {"severity": "ok", "text": "no alert stands" if spans else "no alert"}
     worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
     rest = len(standing) - 1
-    more = f" and {rest} more alert{'s' if rest > 1 else ''}" if rest else ""
+    more = f" (+{rest} more)" if rest else ""
     at = f" at {worst['where']}" if worst["where"] else ""
     return {"severity": worst["severity"], "text": f"{worst['kind']}{at} since step {worst['step']}{more}"}
 
@@ -144,9 +149,8 @@ def facts(run: RunView) -> list[str]:
         labels = run.labels.get(key, ())
         low = int(seen[product[seen].argmin()])
         where = labels[low] if low < len(labels) else f"row {low}"
-        first = product[seen[0]]
         sentences.append(
-            f"{name}: at step {run.last_step} the input receives {first:.3g} times the gradient of the last of "
-            f"{len(product)} points; least {product[low]:.3g} at {where}."
+            f"{name}: at step {run.last_step} the gradient at the input is {product[seen[0]]:.3g} of that at the last "
+            f"of {len(product)} points; least {product[low]:.3g} at {where}."
         )
     return sentences

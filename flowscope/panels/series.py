@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 COLUMNS = 400
 ROWS = 256
 PROFILE_ROWS = 2048
-MATRICES = 32
+MATRICES = 64
 
 
 @dataclass(frozen=True)

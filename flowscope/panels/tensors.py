@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard import errors, plugin_util
 from tensorboard.data.provider import RunTagFilter
 
@@ -151,11 +152,18 @@ def _run_view(
         header,
         {key: labels[key] for key in keys},
         _alerts(alerts, notices),
-        {_key(tag): np.asarray(points[-1].numpy, dtype=np.float64) for tag, points in last.items() if points},
+        {key: _numbers(last[PREFIX + key]) for key in keys if last.get(PREFIX + key)},
         max((int(tags[PREFIX + key].max_step) for key in keys), default=None),
         notices,
         _stamp(tags),
     )
+
+
+def _numbers(points: Any) -> NDArray[np.float64]:
+    try:
+        return np.atleast_1d(np.asarray(points[-1].numpy, dtype=np.float64))
+    except (TypeError, ValueError):
+        return np.zeros(0)
 
 
 def _stamp(tags: Mapping[str, Any]) -> str:

@@ -4,13 +4,29 @@ import { timeline, verdicts } from "./alerts.js";
 import { Controls } from "./controls.js";
 import { el, emptyState } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
-import { matrixFigure, stackFigure } from "./matrix.js";
+import { matrixFigures, stackFigures } from "./matrix.js";
 import { dash, profileFigure } from "./profile.js";
 import { RUN_COLOURS, decode, makeScale } from "./scale.js";
 
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
 const FIRST_METRICS = ["gradient_product", "grad_norm", "update_ratio"];
+
+const MATRICES = {
+  Depth: {
+    metric: "cosine_matrix",
+    title: "Cosine between all pairs of depths",
+    words: "Bright squares along the diagonal are stretches of blocks that change nothing.",
+    missing: "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.",
+    figures: matrixFigures,
+  },
+  Mixing: {
+    metric: "mix_matrix",
+    title: "Mixing matrices, one a site",
+    words: "Rows are output streams. The identity, bright on the diagonal, keeps the streams apart.",
+    figures: stackFigures,
+  },
+};
 
 export class App {
   /** `source` answers overview, series and record (source.js). */
@@ -25,7 +41,7 @@ export class App {
       change: (part) => this.choose(part),
       reload: () => this.refresh(),
     });
-    this.parts = Object.fromEntries(["problem", "verdict", "alerts", "picture", "depth", "extra", "about"].map((name) => [name, el("section", { class: name })]));
+    this.parts = Object.fromEntries(["problem", "state", "alerts", "picture", "depth", "extra", "about"].map((name) => [name, el("section", { class: name })]));
     this.parts.problem.setAttribute("role", "status");
   }
 
@@ -53,7 +69,7 @@ export class App {
     this.stamp = stamp;
     this.runs = overview.runs;
     if (!this.runs.length) {
-      this.parts.verdict.replaceChildren(
+      this.parts.state.replaceChildren(
         emptyState("No flowscope run in this log folder.", "Train with flowscope.watch(model, optimizer, log_dir=…) and start TensorBoard with --logdir on that folder. This page looks again by itself."),
       );
       return;
@@ -120,7 +136,7 @@ export class App {
   async draw() {
     const turn = (this.drawing += 1);
     const runs = this.shown();
-    this.parts.verdict.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
+    this.parts.state.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
     this.parts.alerts.replaceChildren(...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
     this.parts.about.replaceChildren(...runs.map(about));
@@ -150,7 +166,7 @@ export class App {
     this.drawn = results.filter((result) => result.series);
     const numbers = this.drawn.flatMap(({ series }) => series.values.flat().map(decode));
     const kind = this.chosen.scale ?? this.metric.scale;
-    this.scale = makeScale(kind, this.metric.metric, numbers);
+    this.scale = makeScale(kind, this.metric.bounds, numbers);
     this.maps = [];
     const figures = results.map(({ run, entry, series, problem }) => {
       if (problem) return problem;
@@ -197,7 +213,7 @@ export class App {
     const extra = await this.matrices(steps.at(-1)?.step);
     if (turn !== this.drawing) return;
     const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
-    const scale = makeScale(this.scale.kind, this.metric.metric, shades);
+    const scale = makeScale(this.scale.kind, this.metric.bounds, shades);
     this.parts.depth.replaceChildren(
       el("h2", {}, `${this.metric.metric} over depth`),
       el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
@@ -214,7 +230,7 @@ export class App {
       this.chosen.pins = this.chosen.pins.filter((other) => other !== pin);
       this.drawDepth();
     };
-    return el("button", { class: "chip", onclick: remove, "aria-label": `take step ${words} out` }, words, el("span", { "aria-hidden": "true" }, " ×"));
+    return el("button", { class: "chip", onclick: remove, "aria-label": `take step ${words} out` }, words);
   }
 
   async line(run, entry, step, n) {
@@ -222,7 +238,7 @@ export class App {
     try {
       const [record, ...edges] = await Promise.all([entry, ...band].map(({ key }) => this.load(run, "record", key, step)));
       const fits = edges.length === 2 && edges.every((edge) => edge.step === record.step && edge.values.length === record.values.length);
-      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), ...record, band: fits ? edges.map((edge) => edge.values) : null };
+      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), order: n, ...record, band: fits ? edges.map((edge) => edge.values) : null };
     } catch {
       return null; // the heat map beside it has told why
     }
@@ -237,23 +253,20 @@ export class App {
 
   /** The layer x layer cosine in the view Depth, the mixing matrices in the view Mixing. */
   async matrices(step) {
-    const name = { Depth: "cosine_matrix", Mixing: "mix_matrix" }[this.metric.view];
-    if (!name || step === undefined) return [];
-    const figures = await Promise.all(
-      this.shown().map(async (run) => {
-        const entry = this.find(run, name);
-        if (!entry) return name === "cosine_matrix" ? emptyState(`${run.name} has no cosine_matrix.`, "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.") : null;
-        try {
-          const record = await this.load(run, "record", entry.key, step);
-          return name === "cosine_matrix" ? matrixFigure(run.name, record) : stackFigure(run.name, record);
-        } catch (error) {
-          return emptyState(`${run.name}: ${name} cannot be shown.`, error.message);
-        }
-      }),
-    );
-    const title = name === "cosine_matrix" ? "Cosine between all pairs of depths" : "Mixing matrices, one a site";
-    const words = name === "cosine_matrix" ? "Bright squares along the diagonal are stretches of blocks that change nothing." : "Rows are output streams. The identity, bright on the diagonal, keeps the streams apart.";
-    return [el("h2", {}, title), el("p", { class: "words" }, words), el("div", { class: "matrices" }, ...figures.filter(Boolean))];
+    const panel = MATRICES[this.metric.view];
+    if (!panel || step === undefined) return [];
+    const problems = [];
+    const read = async (run) => {
+      const entry = this.find(run, panel.metric);
+      if (!entry) return panel.missing && problems.push(emptyState(`${run.name} has no ${panel.metric}.`, panel.missing));
+      try {
+        return { run, record: await this.load(run, "record", entry.key, step) };
+      } catch (error) {
+        return problems.push(emptyState(`${run.name}: ${panel.metric} cannot be shown.`, error.message));
+      }
+    };
+    const records = (await Promise.all(this.shown().map(read))).filter((found) => found?.record);
+    return [el("h2", {}, panel.title), el("p", { class: "words" }, panel.words), ...(records.length ? panel.figures(records) : []), ...problems];
   }
 
   /** Go to the place and the step of an alert. */

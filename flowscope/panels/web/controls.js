@@ -61,6 +61,7 @@ export class Controls {
     replaceOptions(this.flow, state.flows.map((name) => el("option", { value: name }, name)), state.chosen.flow);
     this.drawViews();
     this.drawMetrics();
+    this.scale.querySelector('[value="rest"]').disabled = !state.metric?.bounds;
     this.scale.value = state.chosen.scale ?? state.metric?.scale ?? "linear";
   }
 
@@ -112,7 +113,8 @@ export class Controls {
     const { metrics, chosen } = this.state;
     const wanted = this.search.value.toLowerCase().replaceAll(" ", "_");
     const found = metrics.filter((metric) => metric.shape === "profile" && metric.metric.includes(wanted));
-    const groups = [...new Set(found.map((metric) => metric.view))];
+    const order = [...VIEWS.map(([view]) => view), "Other"];
+    const groups = order.filter((view) => found.some((metric) => metric.view === view));
     const option = (metric) => el("option", { value: metric.metric, title: metric.words }, metric.metric);
     const options = groups.map((view) => el("optgroup", { label: view }, ...found.filter((metric) => metric.view === view).map(option)));
     replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, "no metric has this name")], chosen.metric);

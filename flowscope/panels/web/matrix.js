@@ -33,25 +33,32 @@ function square(numbers, scale, describe) {
   return el("div", { class: "square" }, canvas, readout);
 }
 
-/** The matrix of a record: rows and columns are depths, input on top and on the left. */
-export function matrixFigure(title, record) {
+/** Matrices of several runs on one scale: rows and columns are depths, input on top and on the left. */
+export function matrixFigures(records) {
+  const scale = makeScale("linear", [0, 1], records.flatMap(({ record }) => record.matrix.flat().map(decode)));
+  return [colourBar(scale, {}), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale)))];
+}
+
+function matrixFigure(title, record, scale) {
   const numbers = record.matrix.map((row) => row.map(decode));
-  const scale = makeScale("linear", "cosine", numbers.flat());
   const name = (i) => record.labels[i] ?? `row ${i}`;
   return el(
     "figure",
     { class: "matrix" },
     el("figcaption", {}, `${title}, step ${record.step}`),
-    square(numbers, scale, (row, column) => `${name(row)} × ${name(column)}`),
-    el("small", {}, `${name(0)} on top and on the left, ${name(numbers.length - 1)} at the end`),
-    colourBar(scale, {}),
+    square(numbers, scale, (row, column) => `${name(row)} and ${name(column)}`),
+    el("small", {}, `${name(0)} on top and on the left, ${name(numbers.length - 1)} at the other end`),
   );
 }
 
-/** The matrices of a record, one a site, in the order of depth. */
-export function stackFigure(title, record) {
+/** The matrices of each run, one a site, in the order of depth, on one scale. */
+export function stackFigures(records) {
+  const scale = makeScale("linear", null, records.flatMap(({ record }) => record.stack.flat(2).map(decode)));
+  return [colourBar(scale, {}), ...records.map(({ run, record }) => stackFigure(run.name, record, scale))];
+}
+
+function stackFigure(title, record, scale) {
   const all = record.stack.map((matrix) => matrix.map((row) => row.map(decode)));
-  const scale = makeScale("linear", "mixing", all.flat(2));
   const part = record.of > all.length ? ` (${all.length} of ${record.of} sites)` : "";
   const site = (numbers, i) =>
     el(
@@ -65,6 +72,5 @@ export function stackFigure(title, record) {
     { class: "stack" },
     el("figcaption", {}, `${title}, step ${record.step}${part}`),
     el("div", { class: "sites" }, ...all.map(site)),
-    colourBar(scale, {}),
   );
 }

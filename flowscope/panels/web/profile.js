@@ -4,7 +4,9 @@ import { el, spread, svg } from "./dom.js";
 import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
 
+const MOST_CONNECTED = 150;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
+const dotted = (line) => ({ stroke: line.colour, "stroke-width": 3 + 2 * line.order, "stroke-opacity": 0.5 + 0.15 * line.order });
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [960, 300, 66, 26, 10, 12];
 
 /** The dash of the n-th pinned step. */
@@ -14,7 +16,7 @@ export function dash(n) {
 
 /**
  * Draw them.
- * `lines`: {run, step, colour, dash, rows, values, band: [low, high] or null}; `limits`: {value, text}.
+ * `lines`: {run, step, order (of the step), colour, dash, rows, values, band: [low, high] or null}; `limits`: {value, text}.
  */
 export function profileFigure({ lines, scale, limits, row }) {
   const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
@@ -29,7 +31,7 @@ export function profileFigure({ lines, scale, limits, row }) {
     limits.filter((limit) => scale.inside(limit.value)).map((limit) => limitLine(y(limit.value), limit.text)),
     spread(first.rows.length, 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
     lines.map((line) => line.band && svg("path", { class: "band", d: area(line, x, y), fill: line.colour })),
-    lines.map((line) => svg("path", { class: "line", d: path(line.values, x, y), stroke: line.colour, "stroke-dasharray": line.dash })),
+    lines.map((line) => curve(line, x, y)),
     guide,
   );
   let at = null;
@@ -73,6 +75,14 @@ export function profileFigure({ lines, scale, limits, row }) {
     }
   }
   return el("figure", { class: "profile" }, el("div", { class: "plot" }, picture, readout), legend(lines));
+}
+
+function curve(line, x, y) {
+  const look = { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
+  if (line.values.length <= MOST_CONNECTED) return svg("path", { ...look, d: path(line.values, x, y) });
+  // parameters of different kinds stand side by side: dots read better than a line that jumps between them
+  const dots = line.values.map(decode).map((value, i, all) => (Number.isFinite(value) ? `M${x(i, all.length).toFixed(1)} ${y(value).toFixed(1)}h0` : ""));
+  return svg("path", { class: "line dots", ...dotted(line), d: dots.join("") });
 }
 
 function path(values, x, y) {
@@ -123,11 +133,9 @@ function depthLabel(at, text, n, count) {
 }
 
 function sample(line) {
-  return svg(
-    "svg",
-    { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" },
-    svg("line", { x1: 0, x2: 28, y1: 4, y2: 4, stroke: line.colour, "stroke-dasharray": line.dash }),
-  );
+  const look = { "stroke-width": 2.5, stroke: line.colour, "stroke-dasharray": line.dash };
+  const shape = line.values.length <= MOST_CONNECTED ? svg("path", { ...look, d: "M0 4H28" }) : svg("path", { class: "dots", ...dotted(line), d: "M7 4h0M14 4h0M21 4h0" });
+  return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, shape);
 }
 
 function reading(line, share) {

@@ -33,7 +33,7 @@ const FORWARD = {
   rest: (value) => (value < 1 ? -Math.log10(1 - value) : value >= 1 ? Infinity : NaN),
 };
 
-function domain(kind, metric, seen) {
+function domain(kind, bounds, seen) {
   if (!seen.length) return [0, 1];
   const sorted = Float64Array.from(seen).sort();
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
@@ -44,23 +44,24 @@ function domain(kind, metric, seen) {
     const top = Math.ceil(high - 1e-9);
     return [Math.min(Math.floor(low + 1e-9), top - 2), top];
   }
-  if (metric.includes("cosine")) return [low < 0 ? -1 : 0, 1];
+  if (bounds) return [low < bounds[0] ? -1 : bounds[0], bounds[1]];
   const floor = Math.min(0, low);
   return [floor, high > floor ? high : floor + 1];
 }
 
 /**
- * A scale over all the numbers it is given, so that runs beside each other share their colours.
+ * A scale over all the numbers it is given, so that runs beside each other share their colours; `bounds` is what
+ * the numbers lie between by definition, or null.
  * `position(value)` is 0 to 1, or NaN (not seen) or infinite; `ticks` are `{position, text}`.
  */
-export function makeScale(kind, metric, numbers) {
+export function makeScale(kind, bounds, numbers) {
   const forward = FORWARD[kind];
   const seen = [];
   for (const value of numbers) {
     const at = forward(value);
     if (Number.isFinite(at)) seen.push(at);
   }
-  const [low, high] = domain(kind, metric, seen);
+  const [low, high] = domain(kind, bounds, seen);
   const place = (at) => (at - low) / (high - low);
   return {
     kind,

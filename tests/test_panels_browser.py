@@ -1,0 +1,235 @@
+"""The tab and the report in a real browser: pictures, numbers on hover, alerts that lead somewhere, no far request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from panels_run import DECODER, ENCODER, EVIL, STEPS, Watched, chromium, product, tensorboard, wait_for_runs, write_run
+
+from flowscope.panels import write_report
+from flowscope.sinks import read_run
+
+TIMEOUT = 20_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("panels")
+    for run in ("a", "b"):
+        write_run(folder / run, run)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, logdir: Path) -> Iterator[str]:
+    with tensorboard(logdir) as address:
+        wait_for_runs(address, 2)
+        yield address
+
+
+@pytest.fixture(params=["tab", "report"])
+def opened(request: pytest.FixtureRequest, browser: Any, logdir: Path, tmp_path: Path) -> Iterator[tuple[Watched, Any]]:
+    """A page and the part of it that shows the panels; what it asked for and complained about is checked afterwards."""
+    watched = Watched(browser)
+    watched.page.set_default_timeout(TIMEOUT)
+    if request.param == "tab":
+        address = request.getfixturevalue("server")
+        watched.page.goto(f"{address}#flowscope")
+        panels: Any = watched.page.frame_locator("iframe")
+        allowed = address
+    else:
+        file = write_report({run: read_run(logdir / run) for run in ("a", "b")}, tmp_path / "report.html")
+        allowed = file.as_uri()
+        watched.page.goto(allowed)
+        panels = watched.page
+    panels.locator(".heat canvas").first.wait_for()
+    yield watched, panels
+    assert watched.strangers(allowed) == []
+    assert watched.requests, "the list of requests must not be empty, or it proves nothing"
+    assert watched.complaints == []
+    watched.page.close()
+
+
+def hover(panels: Any, run: str, row: int, rows: int, column: int) -> list[str]:
+    """The lines of the readout over a cell."""
+    figure = panels.locator("figure.heat").filter(has=panels.locator("figcaption", has_text=run))
+    canvas = figure.locator("canvas")
+    box = canvas.bounding_box()
+    at = {"x": (column + 0.5) / len(STEPS) * box["width"], "y": (row + 0.5) / rows * box["height"]}
+    canvas.hover(position=at, force=True)  # a mark may lie above the cell
+    return figure.locator(".readout > *").all_inner_texts()
+
+
+def test_a_known_cell_reads_its_known_value(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    # (1 + 1) * 10**-3 / (2 + 1) and ten times that
+    assert hover(panels, "a · enc", 1, 5, 2) == ["enc.0", "step 2", "6.667e-4"]
+    assert hover(panels, "b · enc", 1, 5, 2) == ["enc.0", "step 2", "0.006667"]
+    assert product("a", 2)[1] == pytest.approx(2e-3 / 3)
+
+
+def test_changing_metric_flow_scale_and_run(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    panels.locator("#metric").select_option("update_ratio")
+    panels.get_by_role("heading", name="update_ratio", exact=True).wait_for()
+    assert hover(panels, "a", 2, 3, 0) == ["head</script>.weight", "step 0", "3e-60"]
+    panels.locator("#metric").select_option("gradient_product")
+    panels.locator("#flow").select_option("dec")
+    panels.locator("figcaption", has_text="a · dec").wait_for()
+    assert hover(panels, "a · dec", 1, 4, 5) == [DECODER[1], "step 15", "not seen"]
+    assert hover(panels, "a · dec", 3, 4, 5) == [DECODER[3], "step 15", "32"]
+    assert panels.locator(".colour-bar .not-seen").is_visible()
+    before = panels.locator(".picture .shades span").all_inner_texts()
+    panels.locator("#scale").select_option("linear")
+    panels.locator(".picture .shades span", has_text="20").first.wait_for()
+    assert panels.locator(".picture .shades span").all_inner_texts() != before
+    panels.locator(".runs label").filter(has_text="a").locator("input").uncheck()
+    panels.locator("figcaption", has_text="a · dec").wait_for(state="detached")
+    assert panels.locator("figure.heat").count() == 1
+
+
+def test_an_alert_leads_to_its_layer_and_step(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    panels.locator("#metric").select_option("update_ratio")
+    panels.get_by_role("heading", name="update_ratio", exact=True).wait_for()
+    panels.locator(".alert button", has_text="vanishing_gradient").click()
+    panels.locator(".detail", has_text="the gradient is gone").wait_for()
+    assert "pre-norm, or wrap" in panels.locator(".detail").inner_text()
+    readout = panels.locator(".heat .readout:visible > *")
+    readout.first.wait_for()
+    # row 2 at step 5: 3 * 10**-2 / 6
+    assert readout.all_inner_texts() == [EVIL, "step 5", "0.005"]
+    assert panels.locator(".chip").all_inner_texts() == ["first (0)", "5", "last (15)"]
+    assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "step 5, stands"]
+
+
+def test_a_hostile_name_is_text(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    assert hover(panels, "a · enc", 2, 5, 0)[0] == EVIL
+    assert panels.locator("img").count() == 0
+    panels.locator(".alert button", has_text="representation_collapse").click()
+    assert f"copies at {EVIL}" in panels.locator(".detail").inner_text()
+    panels.locator("summary").first.click()
+    assert "</script><b>bold</b>" in panels.locator(".about").first.inner_text()
+
+
+def test_a_click_pins_the_profile_of_its_step(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    canvas = panels.locator("figure.heat canvas").first
+    box = canvas.bounding_box()
+    canvas.click(position={"x": box["width"] * 2.5 / len(STEPS), "y": box["height"] * 0.9})
+    panels.locator(".chip", has_text=re.compile("^2$")).wait_for()
+    legend = panels.locator(".legend li").all_inner_texts()
+    assert [text.strip() for text in legend] == [f"{run}, step {step}" for run in "ab" for step in (0, 15, 2)]
+    assert panels.locator(".profile .limit text").text_content() == "alert limit 0.001"
+    panels.get_by_label("take step 2 out").click()
+    panels.locator(".chip", has_text=re.compile("^2$")).wait_for(state="detached")
+
+
+def test_the_views_show_their_pictures(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    panels.get_by_role("button", name="Depth", exact=True).click()
+    panels.locator(".matrix canvas").first.wait_for()
+    assert panels.locator(".profile path.band").count() == 4
+    box = panels.locator(".matrix canvas").first.bounding_box()
+    panels.locator(".matrix canvas").first.hover(position={"x": box["width"] * 0.1, "y": box["height"] * 0.9})
+    assert panels.locator(".matrix .readout:visible > *").all_inner_texts() == [f"{ENCODER[4]} and {ENCODER[0]}", "0.8"]
+    panels.get_by_role("button", name="Mixing", exact=True).click()
+    panels.locator(".site canvas").first.wait_for()
+    assert panels.locator(".site").count() == 2 * 4
+    box = panels.locator(".site canvas").nth(1).bounding_box()
+    panels.locator(".site canvas").nth(1).hover(position={"x": box["width"] * 0.9, "y": box["height"] * 0.5})
+    # site 1, row 1, column 2 of arange(36)
+    assert panels.locator(".site .readout:visible .value").inner_text() == "14"
+    panels.get_by_role("button", name="Gates", exact=True).click()
+    panels.get_by_role("heading", name="gate_mean", exact=True).wait_for()
+    panels.get_by_role("button", name="Parameters", exact=True).click()
+    panels.get_by_role("heading", name="update_ratio", exact=True).wait_for()
+
+
+def test_everything_can_be_reached_with_the_keyboard(opened: tuple[Watched, Any]) -> None:
+    watched, panels = opened
+    canvas = panels.locator("figure.heat canvas").first
+    canvas.focus()
+    for key in ("ArrowLeft", "ArrowDown"):
+        watched.page.keyboard.press(key)
+    assert panels.locator(".heat .readout:visible > *").all_inner_texts()[:2] == ["enc.0", "step 10"]
+    watched.page.keyboard.press("Enter")
+    panels.locator(".chip", has_text=re.compile("^10$")).wait_for()
+    panels.get_by_label("Find a metric").focus()
+    watched.page.keyboard.type("mix gain")
+    assert panels.locator("#metric option").all_inner_texts() == ["mix_gain_backward"]
+    panels.get_by_role("button", name="Gates", exact=True).focus()
+    watched.page.keyboard.press("Enter")
+    panels.get_by_role("heading", name="gate_mean", exact=True).wait_for()
+    panels.locator(".alert button").first.focus()
+    watched.page.keyboard.press("Enter")
+    panels.locator(".detail").wait_for()
+
+
+def test_new_records_appear_by_themselves(browser: Any, tmp_path: Path) -> None:
+    from panels_run import HEADER, record
+
+    from flowscope.sinks import TensorBoardSink
+
+    sink = TensorBoardSink(tmp_path / "live", images_every=0)
+    sink.write(HEADER)
+    sink.write(record("a", 0))
+    with tensorboard(tmp_path) as address:
+        wait_for_runs(address, 1)
+        watched = Watched(browser)
+        watched.page.goto(f"{address}#flowscope")
+        panels = watched.page.frame_locator("iframe")
+        panels.locator(".verdict small", has_text="step 0").wait_for(timeout=TIMEOUT)
+        sink.write(record("a", 7))
+        panels.locator(".verdict small", has_text="step 7").wait_for(timeout=TIMEOUT)
+        panels.locator(".step-axis span", has_text="7").wait_for(timeout=TIMEOUT)
+        assert watched.complaints == []
+        watched.page.close()
+    sink.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_follow_the_reader(browser: Any, logdir: Path, tmp_path: Path, scheme: str) -> None:
+    watched = Watched(browser, color_scheme=scheme)
+    watched.page.goto(write_report(read_run(logdir / "a"), tmp_path / "r.html").as_uri())
+    watched.page.locator(".heat canvas").first.wait_for(timeout=TIMEOUT)
+    colours = watched.page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    ink, paper = (sum(int(part) for part in colour[4:-1].split(",")) for colour in colours)
+    assert (ink < 150 and paper > 700) if scheme == "light" else (ink > 600 and paper < 150)
+    watched.page.close()
+
+
+def test_an_empty_folder_says_what_to_do(browser: Any, tmp_path: Path) -> None:
+    watched = Watched(browser)
+    watched.page.set_default_timeout(TIMEOUT)
+    with tensorboard(tmp_path) as address:
+        watched.page.goto(f"{address}data/plugin_entry.html?name=flowscope")
+        watched.page.locator(".empty", has_text="No flowscope run in this log folder").wait_for()
+        assert "log_dir" in watched.page.locator(".empty").inner_text()
+    # opened without TensorBoard around it, the page has no icon
+    assert [complaint for complaint in watched.complaints if "/favicon.ico" not in complaint] == []
+    watched.page.close()
+
+
+def test_a_report_of_nothing_says_so(browser: Any, tmp_path: Path) -> None:
+    from flowscope.sinks import Run
+
+    watched = Watched(browser)
+    watched.page.goto(write_report(Run(), tmp_path / "r.html").as_uri())
+    watched.page.locator(".empty", has_text="nothing to draw yet").wait_for(timeout=TIMEOUT)
+    assert "no record yet" in watched.page.locator(".verdict").inner_text()
+    assert watched.complaints == []
+    watched.page.close()

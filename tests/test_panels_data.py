@@ -1,0 +1,308 @@
+"""What the panels show, as plain numbers: thinning, grouping, verdicts, the report's payload, the joined script."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from panels_run import ENCODER, EVIL, HEADER, STEPS, alerts, product, record, write_run
+
+from flowscope.errors import FlowscopeError
+from flowscope.panels import assets, catalogue, overview, report, series, write_report
+from flowscope.records import Alert, Record, RunHeader
+from flowscope.sinks import Run, read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+NAN = float("nan")
+
+
+def test_thinning_keeps_the_ends_and_the_steps_asked_for() -> None:
+    steps = np.arange(0, 1000, 5)
+    chosen = steps[series.thin_steps(steps, 20, keep=[333, 7])]
+    assert len(chosen) == len(set(chosen)) <= 20
+    assert {0, 995, 335, 5} <= set(chosen.tolist())
+    assert (
+        np.diff(chosen).max() <= 70
+    )  # 16 even picks of 200 records: at most ceil(199 / 15) = 14 records of 5 steps apart
+    assert (chosen == np.sort(chosen)).all()
+    np.testing.assert_array_equal(series.thin_steps(steps[:7], 7), np.arange(7))
+
+
+def test_many_steps_to_keep_leave_room_for_the_rest() -> None:
+    steps = np.arange(5000)
+    chosen = series.thin_steps(steps, 40, keep=list(range(100)))
+    assert len(chosen) <= 40
+    assert np.diff(chosen).max() < 300
+
+
+def test_a_group_is_shown_by_its_most_extreme_row() -> None:
+    values = np.ones((3, 12))
+    values[0, 4] = 1e-6  # vanished
+    values[1, 5] = 1e6  # exploded
+    values[2, 3:6] = [np.nan, 0.0, 1e-3]  # zero is further than 1e-3, NaN is nothing
+    cells, edges = series.group_rows(values, 4, log=True)
+    assert edges.tolist() == [0, 3, 6, 9, 12]
+    np.testing.assert_array_equal(cells, [[1, 1e-6, 1, 1], [1, 1e6, 1, 1], [1, 0, 1, 1]])
+    # the naive way: for each record and group, the value furthest from the record's median
+    random = np.random.default_rng(0).normal(size=(5, 11))
+    cells, edges = series.group_rows(random, 3, log=False)
+    for n in range(5):
+        for g in range(3):
+            group = random[n, edges[g] : edges[g + 1]]
+            assert cells[n, g] == max(group, key=lambda value: abs(value - np.median(random[n])))
+
+
+def test_groups_of_nothing_but_nan_stay_nan() -> None:
+    values = np.full((2, 6), np.nan)
+    values[1, 0] = 2.0
+    cells, _ = series.group_rows(values, 3, log=True)
+    np.testing.assert_array_equal(cells, [[NAN, NAN, NAN], [2.0, NAN, NAN]])
+
+
+def test_a_series_is_the_last_of_each_step_and_of_the_last_shape() -> None:
+    points = [(0, np.ones(3)), (2, np.full(4, 2.0)), (1, np.full(4, 9.0)), (2, np.full(4, 3.0))]
+    made = series.make_series("gain", points, ("a", "b", "c", "d"))
+    assert (made.steps.tolist(), made.values[:, 0].tolist(), made.dropped) == ([1, 2], [9.0, 3.0], 1)
+    assert series.make_series("gain", points, ("a",)).labels == ("row 0", "row 1", "row 2", "row 3")
+    with pytest.raises(ValueError, match="no record"):
+        series.make_series("gain", [], ())
+
+
+def test_payloads_are_strict_json_with_five_digits() -> None:
+    values = np.array([[NAN, np.inf, -np.inf, 1 / 3, 12345678.0]])
+    made = series.make_series("gain", [(4, values[0])], tuple("abcde"))
+    payload = series.heat_payload(made, log=True)
+    text = series.to_json(payload)
+    assert json.loads(text)["values"] == [[None], ["inf"], ["-inf"], [0.33333], [12346000.0]]
+    assert payload["rows"][3] == ["d", "d", 3, 1]
+    assert series.to_json(series.strict({"p": Path("x"), "q": (1, NAN), 3: np.float64(2.5)})) == (
+        '{"p":"x","q":[1,null],"3":2.5}'
+    )
+
+
+def test_a_deep_profile_is_thinned_and_says_what_a_row_stands_for() -> None:
+    made = series.make_series("gain", [(s, np.arange(1.0, 1026.0)) for s in range(3)], [f"b{i}" for i in range(1025)])
+    payload = series.heat_payload(made, log=True, rows=256)
+    assert len(payload["rows"]) == len(payload["values"]) == 256
+    assert sum(row[3] for row in payload["rows"]) == payload["depth"] == 1025
+    assert payload["rows"][0] == ["b0", "b3", 0, 4]
+    assert payload["values"][0][0] == 1  # the least of four, far below the median
+    whole = series.record_payload(made, 2, log=True)
+    assert len(whole["values"]) == 1025
+
+
+def view(*found: Alert, **labels: tuple[str, ...]) -> overview.RunView:
+    return overview.RunView("r", HEADER, dict(labels) or dict(HEADER.labels), found, last_step=20)
+
+
+def test_alerts_are_spans_from_raised_to_resolved() -> None:
+    spans = overview.alert_spans(view(*alerts()))
+    assert [(span["kind"], span["step"], span["resolved"]) for span in spans] == [
+        ("representation_collapse", 2, 10),
+        ("vanishing_gradient", 5, None),
+    ]
+    again = Alert("representation_collapse", "warning", "enc.3", 12, 0.8, 0.7, "m", "a", flow="enc")
+    spans = overview.alert_spans(view(*alerts(), again))
+    assert [(span["step"], span["resolved"]) for span in spans] == [(2, 10), (5, None), (12, None)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "flow", "expected"),
+    [
+        ("vanishing_gradient", EVIL, "enc", ("gradient_product", 2)),
+        ("vanishing_gradient", "dec.1", "dec", ("gradient_product@dec", 2)),
+        ("representation_collapse", "enc.3", "enc", ("cosine", 3)),
+        ("update_too_large", "enc.3.bias", None, ("update_ratio", 1)),
+        ("update_too_large", "enc.3", None, ("update_ratio", 1)),  # a module: its first parameter
+        ("vanishing_gradient", "enc.0.mlp.1", "enc", ("gradient_product", 1)),  # inside a block: the block
+        ("vanishing_gradient", "enc", "enc", ("gradient_product", 0)),  # enc:input
+        ("loss_spike", "", None, ("gradient_product", None)),  # the whole model
+        ("unheard_of", "nowhere", None, ("gradient_product", None)),
+    ],
+)
+def test_an_alert_knows_its_picture_and_row(
+    kind: str, where: str, flow: str | None, expected: tuple[str, int | None]
+) -> None:
+    alert = Alert(kind, "warning", where, 3, 1.0, 1.0, "m", "a", flow=flow)
+    assert overview.place(view(), alert) == expected
+
+
+def test_an_alert_without_any_picture() -> None:
+    alert = Alert("vanishing_gradient", "error", "enc.0", 3, 1.0, 1.0, "m", "a", flow="enc")
+    assert overview.place(view(act_rms=ENCODER), alert) == (None, None)
+
+
+def test_the_verdict_names_the_worst_that_stands() -> None:
+    info = Alert("no_gradient", "info", "", 1, 0.0, 0.0, "m", "a")
+    warning = Alert("token_collapse", "warning", "enc.0", 2, 1.0, 0.9, "m", "a", flow="enc")
+    run = view(info, warning)
+    spans = overview.alert_spans(run)
+    assert overview.verdict(run, spans) == {
+        "severity": "warning",
+        "text": "token_collapse at enc.0 since step 2 (+1 more)",
+    }
+    assert overview.verdict(run, []) == {"severity": "ok", "text": "no alert"}
+    assert overview.verdict(run, [{**spans[0], "resolved": 4}]) == {"severity": "ok", "text": "no alert stands"}
+    assert overview.verdict(overview.RunView("r"), [])["severity"] == "none"
+
+
+def test_facts_leave_out_what_was_not_seen() -> None:
+    run = view()
+    run.products = {"gradient_product": np.array([NAN, 0.25, 0.0, 4.0, 1.0]), "gradient_product@dec": np.full(4, NAN)}
+    assert overview.facts(run) == [
+        f"enc: at step 20 the gradient at the input is 0.25 of that at the last of 5 points; least 0 at {EVIL}.",
+        "dec: no gradient was seen in the last record.",
+    ]
+
+
+def test_every_documented_metric_is_in_the_catalogue() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
+    documented = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
+    assert len(documented) > 30
+    unknown = {name for name in documented if catalogue.describe(name).view == "Other"}
+    assert unknown == set()
+    assert {metric.view for metric in catalogue.METRICS.values()} <= set(catalogue.VIEWS)
+
+
+def test_every_kind_of_alert_has_a_picture() -> None:
+    from flowscope.detectors import DETECTORS
+
+    assert {detector.kind for detector in DETECTORS} <= set(catalogue.SHOWN_BY)
+    assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(catalogue.METRICS)
+
+
+def test_scales_of_metrics_agree_with_the_images_of_plain_tensorboard() -> None:
+    from flowscope.sinks.binning import is_log_metric
+
+    assert catalogue.describe("gradient_product").scale == "log"
+    assert catalogue.describe("cosine_p05").scale == "linear"
+    for name in ("my_norm", "my_share", "some_ratio"):
+        assert (catalogue.describe(name).scale == "log") is is_log_metric(name)
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def embedded(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_the_report_holds_every_number_of_a_small_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    path = write_report({"a": read_run(tmp_path / "a")}, tmp_path / "deep" / "r.html", title="A & B <i>")
+    page = path.read_text()
+    assert "<title>A &amp; B &lt;i&gt;</title>" in page
+    data = embedded(page)
+    found = data["series"]["a"]
+    assert set(found) == set(HEADER.labels)
+    assert found["gradient_product"]["steps"] == list(STEPS)
+    expected = np.stack([product("a", step) for step in STEPS], axis=1)
+    np.testing.assert_allclose(found["gradient_product"]["values"], expected, rtol=1e-4)
+    assert [r["step"] for r in found["cosine_matrix"]["records"]] == [0, 10]
+    assert data["runs"][0]["environment"] == {"torch": "none", "python": "3"}
+    assert data["runs"][0]["verdict"]["severity"] == "error"
+
+
+def test_no_name_can_leave_the_data(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    page = write_report(read_run(tmp_path / "a"), tmp_path / "r.html").read_text()
+    assert EVIL not in page
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "head</script>.weight" in embedded(page)["series"]["run"]["update_ratio"]["rows"][2]
+
+
+def test_the_report_asks_for_nothing() -> None:
+    page = report._PAGE
+    assert not re.search(r'\b(src|href)="(?!data:)', page)
+    assert "default-src 'none'" in report._POLICY
+    assert "url(" not in assets.read("style.css")
+
+
+def test_runs_by_name_in_a_list_or_alone(tmp_path: Path) -> None:
+    run = Run(HEADER, [record("a", 0)], [])
+    for given, names in (({"x": run, "y": run}, ["x", "y"]), ([run, run], ["run 1", "run 2"]), (run, ["run"])):
+        data = embedded(write_report(given, tmp_path / "r.html").read_text())
+        assert [found["name"] for found in data["runs"]] == names
+    with pytest.raises(FlowscopeError, match="got no run"):
+        write_report({}, tmp_path / "r.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlowscopeError, match=r"write_report\(.*file/r.html"):
+        write_report(run, tmp_path / "file" / "r.html")
+
+
+def test_a_run_without_header_is_reported_with_numbered_rows(tmp_path: Path) -> None:
+    run = Run(None, [Record(3, None, {"gain": np.array([1.0, 2.0])})], [])
+    data = embedded(write_report(run, tmp_path / "r.html").read_text())
+    assert [row[0] for row in data["series"]["run"]["gain"]["rows"]] == ["row 0", "row 1"]
+    assert "no header" in data["runs"][0]["notices"][0]
+
+
+def test_a_long_and_deep_run_stays_under_five_megabytes(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    depth, count = 1025, 300
+    names = tuple(f"model.layers.{i}" for i in range(depth))
+    metrics = (
+        "gradient_product",
+        "gain",
+        "grad_norm",
+        "act_rms",
+        "cosine",
+        "token_cosine",
+        "update_ratio",
+        "param_norm",
+    )
+    header = RunHeader("0.1", (), {**dict.fromkeys(metrics, names), "cosine_matrix": names[:128]})
+    records = [Record(s, 1.0, {m: generator.random(depth) for m in metrics}) for s in range(count)]
+    for r in records[::10]:
+        r.metrics["cosine_matrix"] = generator.random((128, 128))
+    path = write_report(Run(header, records, []), tmp_path / "r.html")
+    assert 1e6 < path.stat().st_size < 5e6
+    found = embedded(path.read_text())["series"]["run"]
+    assert found["gain"]["records"] == count
+    assert len(found["gain"]["steps"]) >= 100
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def test_modules_can_be_joined() -> None:
+    scripts = [name for name in assets.served() if name.endswith(".js")]
+    joined = assets.joined("report.js")
+    assert not re.search(r"^\s*(import|export) ", joined, re.MULTILINE)
+    for name in set(scripts) - {"index.js"}:
+        assert joined.count(f"// {name}\n") == 1
+    names = Counter(
+        match
+        for name in set(scripts) - {"index.js"}
+        for match in re.findall(
+            r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", assets.read(name), re.MULTILINE
+        )
+    )
+    assert len(names) > 40
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_text_never_becomes_markup() -> None:
+    for name in assets.served():
+        text = assets.read(name)
+        for sink in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "srcdoc",
+        ):
+            assert sink not in text, f"{name} uses {sink}"
+
+
+def test_the_scripts_are_small() -> None:
+    sizes = {name: len(assets.read(name).encode()) for name in assets.served()}
+    assert sum(sizes.values()) < 80_000
+    assert all(assets.read(name).count("\n") < 400 for name in sizes)
