@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
@@ -326,3 +327,9 @@ def read_until(descriptor: int, words: str | None, seconds: float = 30) -> str:
         text += data.decode("utf-8", "replace")
     assert words is None or words in text
     return text
+
+
+def test_the_command_is_installed() -> None:
+    # fails where the package was installed before pyproject.toml named the command: pip install -e . again
+    (entry,) = entry_points(group="console_scripts", name="flowscope")
+    assert entry.load() is cli.main
