@@ -162,7 +162,7 @@ def gates(records: Source, *, flow: str | None = None) -> Figure:
         ) from None
     figure = _figure(7.5, 3.8)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
-    mesh = _draw_map(left, series, log=False, limits=(0.0, 1.0))
+    mesh = _draw_map(left, series, log=False)
     figure.colorbar(mesh, ax=left, label="gate_mean")
     _text(left.set_ylabel, _depth_words(series))
     left.set_xlabel("step")
@@ -376,7 +376,7 @@ def _finish_profile(axes: Axes, metric: str, *, log: bool) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_map(axes: Axes, series: _Series, *, log: bool, limits: tuple[float, float] | None = None) -> QuadMesh:
+def _draw_map(axes: Axes, series: _Series, *, log: bool) -> QuadMesh:
     from matplotlib.colors import LogNorm, Normalize
 
     count = len(series.steps)
@@ -386,7 +386,7 @@ def _draw_map(axes: Axes, series: _Series, *, log: bool, limits: tuple[float, fl
     grid = np.full((max(len(series.values[i]) for i in shown), len(shown)), np.nan)
     for column, index in enumerate(shown):
         grid[: len(series.values[index]), column] = series.values[index]
-    low, high = limits or _limits(grid, log)
+    low, high = _limits(grid, log)
     norm = LogNorm(low, high) if log else Normalize(low, high)
     # matplotlib masks infinities, and 0 on a log scale, like NaN; they are the worst values, not absent ones
     drawn = np.nan_to_num(grid, nan=np.nan, posinf=np.finfo(np.float64).max, neginf=np.finfo(np.float64).min)

@@ -179,7 +179,8 @@ def test_gates() -> None:
     left, right = figure.axes[:2]
     (mesh,) = left.collections
     np.testing.assert_array_equal(np.asarray(mesh.get_array()).reshape(3, 2), [[0.2, 0.2], [0.4, 0.4], [0.9, 0.8]])
-    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.0, 1.0)
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.2, 0.9)
+    assert right.get_xlim() == (0, 1)
     np.testing.assert_array_equal(right.get_lines()[0].get_xdata(), [0.2, 0.4, 0.8])
     assert {(round(x, 9), y) for x, y in right.collections[0].get_paths()[0].vertices} >= {(0.1, 0), (1.0, 2)}
     assert left.get_ylabel() == "depth (0: enc.1, 2: enc.3)"
