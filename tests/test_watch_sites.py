@@ -528,3 +528,21 @@ def test_branch_alignment_changes_neither_losses_nor_random_numbers() -> None:
     bare, watched = run(watch=False), run(watch=True)
     assert bare[0] == watched[0]
     assert torch.equal(bare[1], watched[1])
+
+
+@pytest.mark.parametrize(("mode", "options", "block"), [MODES[1], MODES[8]])
+def test_a_compiled_model_says_the_same(mode: str, options: dict[str, Any], block: Any) -> None:
+    model, data = wrapped(mode, options, block, depth=2), batches()[:1]
+    expected = record_of(model, data)
+    torch._dynamo.reset()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+        model.compile(fullgraph=True, backend="aot_eager")
+        backward(model, data)
+        optimizer.step()
+    record, sites = scope.records[0], set(site_labels(depth=2))
+    names = [name for name in expected.metrics if set(expected.labels(name)) <= sites]
+    assert "shortcut_product" in names
+    for name in names:
+        if name not in ("cosine", "cosine_p05", "cosine_p95", "cosine_to_input"):  # between sites: not under compile
+            np.testing.assert_allclose(record[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)

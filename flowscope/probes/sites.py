@@ -25,7 +25,7 @@ from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.deposit import full_precision
 from flowscope.probes.hooks import MASK, Hooks, Switch, in_backward
 from flowscope.probes.layout import is_compiling
-from flowscope.probes.statistics import Positions
+from flowscope.probes.statistics import Positions, Sums
 
 Array = NDArray[np.float64]
 Kind = str
@@ -103,7 +103,7 @@ class SiteObserver:
         self.in_training = torch.is_grad_enabled()
         self._previous: tuple[int, Positions] | None = None
         self._origin: Positions | None = None
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, list[Sums]] = {}
 
     def close(self) -> None:
         """Take the observers off again."""
@@ -130,7 +130,7 @@ class SiteObserver:
         else:
             self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
 
-    def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Tensor] | None:
+    def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Sums] | None:
         _, connection, _ = self.owners[k]
         norm = self._norms[k]
         if name == "gate_logit":
@@ -150,7 +150,7 @@ class SiteObserver:
             return "input", statistics.TO_INPUT, self._between(k, tensor, connection.axis)
         return None
 
-    def _between(self, k: int, x: Tensor, axis: int) -> Tensor:
+    def _between(self, k: int, x: Tensor, axis: int) -> Sums:
         """The statistics between the sub-layer inputs of neighbouring sites (hyper-connections paper, figure 3).
 
         Those of a reentrant checkpoint's first pass wait for its recomputation, which runs from the last block on.
@@ -166,7 +166,7 @@ class SiteObserver:
         same = [p if p is not None and p.values.shape == now.values.shape else None for p in (before, self._origin)]
         return statistics.depth_statistics(same[0], now, same[1])
 
-    def _deposit(self, row: tuple[int, Kind], start: int, values: Tensor, gradient: Tensor) -> None:
+    def _deposit(self, row: tuple[int, Kind], start: int, values: Sums, gradient: Tensor) -> None:
         del gradient
         self.buffer.add(self._rows[row], start, values)
 
