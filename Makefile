@@ -7,13 +7,19 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check format bench screenshots clean
+.PHONY: demo test browser check format bench screenshots clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.ready-dev
+test: $(VENV)/.ready-dev browser
 	$(BIN)/python -m pytest -q -n 2
+
+# the panels are tested in a real browser; their tests say so loudly where there is none, and fail with CI=true
+browser:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| echo "NO BROWSER: chromium is missing and could not be installed (Debian: apt-get install chromium)" >&2
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

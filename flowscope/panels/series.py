@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-COLUMNS = 400
-ROWS = 256
+COLUMNS = 320
+ROWS = 200
 PROFILE_ROWS = 2048
 MATRICES = 64
 
