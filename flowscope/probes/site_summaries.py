@@ -73,7 +73,7 @@ def mixing_metrics(matrices: Array, starts: Sequence[int] = (0,)) -> dict[str, A
     mix_gain_forward = max_i |sum_j F_k[i, j]|, mix_gain_backward = max_j |sum_i G_k[i, j]| (2512.24880, literally);
     *_norm with the absolute value inside the sum (the true infinity norm); mix_colsum_min = min_j sum_i G_k[i, j];
     mix_identity_distance = |H_k - I|_F; shortcut_product = (1^T G_k 1) / S, what is left of a carry that all streams
-    share.
+    share, times those of the stretches of streams behind.
     """
     count, streams = matrices.shape[0], matrices.shape[-1]
     gains = ("mix_gain_forward", "mix_gain_forward_norm", "mix_gain_backward", "mix_gain_backward_norm")
@@ -83,12 +83,14 @@ def mixing_metrics(matrices: Array, starts: Sequence[int] = (0,)) -> dict[str, A
         composite = matrices[k] @ (np.eye(streams) if k in starts else composite)
         out["mix_gain_forward"][k] = np.abs(composite.sum(1)).max()
         out["mix_gain_forward_norm"][k] = np.abs(composite).sum(1).max()
-    composite = np.eye(streams)
+    composite, beyond = np.eye(streams), 1.0
     for k in reversed(range(count)):
-        composite = (np.eye(streams) if k + 1 in starts else composite) @ matrices[k]
+        if k + 1 in starts:
+            composite, beyond = np.eye(streams), out["shortcut_product"][k + 1]
+        composite = composite @ matrices[k]
         out["mix_gain_backward"][k] = np.abs(composite.sum(0)).max()
         out["mix_gain_backward_norm"][k] = np.abs(composite).sum(0).max()
         out["mix_colsum_min"][k] = composite.sum(0).min()
-        out["shortcut_product"][k] = composite.sum() / streams
+        out["shortcut_product"][k] = composite.sum() / streams * beyond
     out["mix_identity_distance"] = np.linalg.norm(matrices - np.eye(streams), axis=(1, 2))
     return out

@@ -60,6 +60,8 @@ class SiteHook:
 class SiteObserver:
     """The merge sites of one wrapped flow: its connections in depth order.
 
+    A block that runs several times in a forward is one row: means over its calls; products count it once.
+
     Args:
         connections: (path, connection) of the wrapped blocks of one flow, in depth order.
         flow: the flow's name.

@@ -53,7 +53,10 @@ def wide(device: torch.device) -> torch.dtype:
 
 def feature_last(x: Tensor, axis: int) -> Tensor:
     """Return x as [B, T, D]: features (at `axis`) last, all positions between batch and features in one axis."""
-    x = x.movedim(axis, -1)
+    if axis not in (-1, x.dim() - 1):
+        x = x.movedim(axis, -1)
+    if x.dim() == 3:
+        return x
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
@@ -63,7 +66,7 @@ def real_features(states: Tensor) -> Tensor:
 
 
 def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Positions:
-    """Return at most about `limit` evenly spaced positions of x: whole where B*T <= limit (then every statistic is exact).
+    """Return all positions of x where B*T <= limit (then every statistic is exact), else about limit / 2 evenly spaced ones.
 
     Args:
         x: hidden state, batch first; features at `axis`.
@@ -74,6 +77,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     states = real_features(feature_last(x.detach(), axis))
     batch, tokens = states.shape[0], states.shape[1]
     if batch * tokens > limit:
+        limit = max(2, limit // 2)
         rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
         states = states[:: -(-batch // rows), :: max(1, -(-tokens * rows // limit))]
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0

@@ -1,9 +1,10 @@
 """Dead and saturated units of activation modules, counted on the same deposit-on-backward mechanism.
 
-A unit (one feature or channel) is dead in a step when it was zero at every position of every micro-batch. A unit is
-saturated at a position when its derivative is small: |tanh z| > tanh 2.5, sigmoid outside (sigmoid -5, sigmoid 5).
-A rectifier that is a function call has no module: it is seen at the input of the next parametrised module. Compiled
-code is not watched for units: how many there are is known only once it runs.
+A unit (one feature or channel) is dead in a step when it never switched on: a rectifier's output above 0, that of GELU
+or SiLU (which only approach 0) above 1e-5, at any position of any micro-batch. A unit is saturated at a position when
+its derivative is small: |tanh z| > tanh 2.5, sigmoid outside (sigmoid -5, sigmoid 5). A rectifier that is a function
+call has no module: it is seen at the input of the next parametrised module. Compiled code is not watched for units: how
+many there are is known only once it runs.
 
 Axis letters: B batch, T positions, U units (at most `WatchConfig.units`, evenly spaced).
 """
@@ -31,7 +32,7 @@ RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
 SMOOTH_NAMES = ("gelu", "silu", "swish", "mish")
 SMOOTH_ZERO = 1e-5
-"""GELU and SiLU never reach zero: a unit below this counts as off (TheDeepChecker's limit)."""
+"""GELU and SiLU never reach zero: a unit that stays below this is off (TheDeepChecker's limit)."""
 RECTIFIED_SHARE = 0.05
 """An input with fewer exact zeros than this did not come from a rectifier, and is not watched further."""
 SUMMED = ("tanh", "sigmoid", "input")
@@ -130,7 +131,9 @@ class UnitObserver:
             if states.shape[1] > self._units:
                 states = states[:, :: -(-states.shape[1] // self._units)]
             # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
-            on = states.abs().amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)
+            on = states.amax(0) > (SMOOTH_ZERO if probe.kind == "smooth" else 0.0)
+            if probe.kind in SUMMED:
+                on = on | (states.amin(0) < 0.0)
             counted = _counted(probe.kind, states, wide(x.device))
             sums = None if counted is None else torch.stack([counted, torch.full_like(counted, states.numel())])
         self._hooks.on_gradient(x, self.PART, partial(probe.deposit, on, sums), probe.label)
