@@ -402,13 +402,25 @@ def test_encoder_and_decoder_are_two_flows(mode: str) -> None:
 
 def test_sites_left_out_do_not_hide_the_others() -> None:
     torch.manual_seed(0)
-    model = Stack(models.PreNormBlock, 5)
+    model, data = Stack(models.PreNormBlock, 5), batches()
     where = ["blocks.0", "blocks.1", "blocks.3", "blocks.4"]
-    flowscope.wrap(model, "dhc", example_inputs=torch.randn(3, T, D), where=where)
-    record = record_of(model, batches())
+    flowscope.wrap(model, "shc", example_inputs=torch.randn(3, T, D), where=where, streams=3)
+    with torch.no_grad():
+        for _, connection in connections(model):
+            for parameter in connection.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    seen, _ = capture(model, data)
+    record = record_of(model, data)
     blocks = [f"blocks.{b}#{s}" for b in (0, 1, 3, 4) for s in (0, 1)]
     assert record.labels("stream_cosine") == record.labels("mix_gain_forward") == blocks
-    close(record["shortcut_product"], np.ones(8))
+    mixes = [mean_matrix(seen[k, "residual_mix"]) for k in range(8)]  # expanded at 0, reduced after 3, and again
+    columns = []
+    for a, b, c, d in (mixes[:4], mixes[4:]):
+        composite = times(d, times(c, times(b, a)))
+        columns.append([sum(composite[i][j] for i in range(3)) for j in range(3)])
+    early, late = (sum(sums) / 3 for sums in columns)
+    close(record["shortcut_product"][[0, 4]], [early * late, late])
+    close(record["mix_colsum_min"][[0, 4]], [min(sums) for sums in columns])
 
 
 def test_sites_are_recorded_where_no_flow_is() -> None:
