@@ -12,6 +12,7 @@
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
     param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
+    plot                matplotlib figures of records
     jacobian_spectrum   singular values of the Jacobian of the last hidden state by the first
     WatchConfig         every setting and limit
     Record, Alert       what a sampled step says; what a detector found
@@ -78,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plot":
+        return importlib.import_module("flowscope.plot")
     if name not in _HOMES:
         raise AttributeError(f"module 'flowscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -116,6 +116,11 @@ class Record:
         """The module (or parameter) paths of the entries of `record[metric]`."""
         return list(self.metric_labels.get(self._resolve(metric, flow), ()))
 
+    def _repr_html_(self) -> str:
+        from flowscope.notebook import record_html
+
+        return record_html(self)
+
     def _resolve(self, metric: str, flow: str | None) -> str:
         if flow is None:
             if metric in self.metrics:

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from flowscope._version import __version__
+from flowscope.arguments import (
+    AlertCallback,
+    alert_callbacks,
+    check_model,
+    flow_paths,
+    loss_value,
+    named_sinks,
+    step_number,
+)
 from flowscope.config import WatchConfig, make_config
 from flowscope.connections.wrapping import connections
-from flowscope.detectors import DetectorSet
 from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.optimizers import OptimizerClock
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.deposit import Canary
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
-from flowscope.probes.snapshot import Snapshot
-from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
+from flowscope.recorder import EndedStep, Recorder
+from flowscope.records import Alert, Record
 from flowscope.scaler import ScalerWatch
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import ConsoleSink, JsonlSink, Run, Sink
 from flowscope.summary import summarize
-
-GRADIENT_METRICS = frozenset(
-    {"grad_norm", "grad_rms", "gain", "gradient_product", "nonfinite_grad", "param_grad_norm", "update_ratio"}
-)
-"""What a step that the GradScaler skipped does not say: its gradients were thrown away."""
-
-AlertCallback = Callable[[Alert], Any]
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
 
@@ -90,26 +84,6 @@ def watch(
     )
 
 
-class _Pending:
-    """A step that ended: its snapshot (None: not sampled), canary and losses, until they become a record."""
-
-    def __init__(
-        self,
-        step: int,
-        snapshot: Snapshot | None,
-        canary: HostCopy,
-        losses: list[Any],
-        flags: tuple[str, ...],
-        scale: Any,
-    ) -> None:
-        self.step, self.snapshot, self.canary, self.losses, self.flags = step, snapshot, canary, losses, flags
-        self.scale = scale
-        self.found_inf: list[Tensor] = []
-
-    def ready(self) -> bool:
-        return self.canary.ready() and (self.snapshot is None or self.snapshot.ready())
-
-
 class Scope:
     """What `watch` returns. Use as a context manager, or call `close()` at the end of training.
 
@@ -132,14 +106,16 @@ class Scope:
         scaler: Any,
         config: WatchConfig | dict[str, Any] | None,
     ) -> None:
-        _check_model(model)
+        check_model(model)
+        _check_watched(model)
         self.config = make_config(config)
         self._schedule = make_schedule(every)
-        self._callbacks = _callbacks(on_alert)
-        self.flows: FlowPlan = find_flows(model, _flow_paths(flows))
-        given_sinks = _checked_sinks(sinks)
+        callbacks = alert_callbacks(on_alert)
+        self.flows: FlowPlan = find_flows(model, flow_paths(flows))
+        given_sinks = named_sinks(sinks)
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
+        self._recorder = Recorder(self.config, self._faults, callbacks)
         self._closed = False
         self._step = 0
         self._samples = 0
@@ -148,19 +124,11 @@ class Scope:
         self._ended_any = False
         self._losses: list[Any] = []
         self._found_inf: list[Tensor] = []
-        self._pending: deque[_Pending] = deque()
-        self._records: deque[Record] = deque(maxlen=self.config.max_records)
-        self._alerts: deque[Alert] = deque(maxlen=self.config.max_alerts)
-        self._detectors = DetectorSet(self.config)
-        self._detectors.faults = self._faults
-        self._header = RunHeader(__version__, (), {}, self.config.model_dump(mode="json"), _environment())
-        self._header_written = False
+        self._pending: deque[EndedStep] = deque()
         self._replays: list[Any] = []
         self._updating = False
         self._working = False
         # sinks before hooks: an unwritable log_dir must leave the model untouched
-        self._sinks: list[tuple[str, Sink]] = []
-        self._sinks_closed = False
         try:
             self._add_own_sinks(log_dir)
             patterns = [gates] if isinstance(gates, str) else gates or ()
@@ -169,9 +137,9 @@ class Scope:
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:
             self._hooks.close()
-            self._close_sinks()
+            self._recorder.close()
             raise
-        self._sinks += given_sinks
+        self._recorder.sinks += given_sinks
         self._observation.owner = self
         _WATCHED[model] = weakref.ref(self)
         self._model = weakref.ref(model)
@@ -182,7 +150,7 @@ class Scope:
         self._begin_step()
 
     def _add_own_sinks(self, log_dir: str | Path | None) -> None:
-        own = self._sinks
+        own = self._recorder.sinks
         if log_dir is not None:
             if not isinstance(log_dir, (str, Path)):
                 raise FlowscopeError(
@@ -193,7 +161,7 @@ class Scope:
             own.append(("sink JsonlSink", JsonlSink(log_dir)))
             own.append(("sink TensorBoardSink", TensorBoardSink(log_dir, self.config.images_every)))
         console = self.config.console
-        if console in ("alerts", "records") or (console == "auto" and not self._callbacks):
+        if console in ("alerts", "records") or (console == "auto" and not self._recorder.callbacks):
             own.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
 
     # -- the user's calls -------------------------------------------------------------------------------------------
@@ -211,7 +179,7 @@ class Scope:
             FlowscopeError: the scope is closed, `loss` is neither a tensor nor a number, or `step` no step number.
         """
         self._check_open("step")
-        value, step = _loss_value(loss), _step_number(step)
+        value, step = loss_value(loss), step_number(step)
         if not self._clock.optimizers:
             self._faults.guard("step", self._end_unmarked_step)
         ended, self._ended_unclaimed = self._ended_unclaimed, False
@@ -236,9 +204,13 @@ class Scope:
             self._losses.append(value)
         elif self._pending:
             self._pending[-1].losses.append(value)
-        elif self._records and self._records[-1].step == self._step - 1 and self._records[-1].loss is None:
+        elif (record := self._just_recorded()) is not None and record.loss is None:
             # the record was read before its loss came
-            self._records[-1].loss = float(value)
+            record.loss = float(value)
+
+    def _just_recorded(self) -> Record | None:
+        records = self._recorder.records
+        return records[-1] if records and records[-1].step == self._step - 1 else None
 
     def pause(self) -> None:
         """Observe nothing until `resume`; steps are still counted."""
@@ -254,18 +226,18 @@ class Scope:
     def records(self) -> list[Record]:
         """The records so far (bounded: `WatchConfig.max_records`); waits for copies under way."""
         self._faults.guard("records", self._finish_pending, True)
-        return list(self._records)
+        return list(self._recorder.records)
 
     @property
     def alerts(self) -> list[Alert]:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
         self._faults.guard("records", self._finish_pending, True)
-        return list(self._alerts)
+        return list(self._recorder.alerts)
 
     def summary(self) -> str:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
-        return summarize(self._header, records, alerts, self._faults.failed, self.flows)
+        return summarize(self._recorder.header, records, alerts, self._faults.failed, self.flows)
 
     def report(self, path: str | Path) -> Path:
         """Write the run so far as one HTML file that opens from disk, and return its path; waits for copies under way.
@@ -280,19 +252,19 @@ class Scope:
         records, alerts = self.records, self.alerts
         if not records:
             raise FlowscopeError("scope.report(path): there is no record yet, expected a training step before it.")
-        return write_report(Run(self._header, records, alerts), path)
+        return write_report(Run(self._recorder.header, records, alerts), path)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
         self._faults.guard("records", self._finish_pending, True)
-        return {"step": self._step, "samples": self._samples, "detectors": self._detectors.state_dict()}
+        return {"step": self._step, "samples": self._samples, "detectors": self._recorder.detectors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`: the next step has its number, detectors neither warm up nor repeat an alert."""
         self._check_open("load_state_dict")
         try:
             step, samples = int(state["step"]), int(state["samples"])
-            self._detectors.load_state_dict(state["detectors"])
+            self._recorder.detectors.load_state_dict(state["detectors"])
         except (KeyError, TypeError, ValueError) as error:
             raise FlowscopeError(
                 f"scope.load_state_dict(state): got {state!r:.80} ({type(error).__name__}: {error}), expected what "
@@ -321,18 +293,15 @@ class Scope:
             self._pending.clear()
             if not self._working:
                 self._release()
-            self._close_sinks()
+            self._recorder.close()
 
     def _release(self) -> None:
         del self._observation, self._clock, self._scaler
 
-    def _close_sinks(self) -> None:
-        self._sinks_closed = True
-        for part, sink in self._sinks:
-            try:
-                sink.close()
-            except Exception as error:
-                self._faults.report(part, error)
+    def _repr_html_(self) -> str:
+        from flowscope.notebook import scope_html
+
+        return scope_html(self._recorder.header, self.records, self.alerts)
 
     def __enter__(self) -> Scope:
         """The scope itself."""
@@ -426,7 +395,7 @@ class Scope:
             snapshot = self._faults.guard("records", self._observation.snapshot, self._clock.optimizers, self._replays)
         scale = self._scaler.take_scale() if self._scaler is not None else None
         self._pending.append(
-            _Pending(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
+            EndedStep(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
         )
         self._pending[-1].found_inf, self._found_inf = self._found_inf, []
         self._losses, self._replays, self._updating = [], [], False
@@ -442,8 +411,8 @@ class Scope:
             return
         if self._pending:
             self._pending[-1].step = step
-        elif self._records and self._records[-1].step == self._step - 1:
-            self._records[-1].step = step
+        elif (record := self._just_recorded()) is not None:
+            record.step = step
         self._step = step + 1
         if self.just_ended():
             self._begin_step()
@@ -462,155 +431,17 @@ class Scope:
                 if not everything and ((newest and self._ended_unclaimed) or not pending.ready()):
                     return
                 self._pending.popleft()
-                self._finish(pending)
+                self._recorder.take(pending)
         finally:
             self._working = False
-            if self._closed and self._sinks_closed and hasattr(self, "_observation"):
+            if self._closed and self._recorder.closed and hasattr(self, "_observation"):
                 self._release()  # closed from inside an alert's callback
 
-    def _finish(self, pending: _Pending) -> None:
-        losses = [float(value) for value in pending.losses]
-        if pending.found_inf and all(float(found) > 0 for found in pending.found_inf):
-            pending.flags = (*pending.flags, "skipped")
-        counts = pending.canary.read()
-        canary = sum((part[:, 0] for part in counts), np.zeros(len(Canary.KINDS)))
-        canary[Canary.KINDS.index("loss")] += sum(not np.isfinite(value) for value in losses)
-        if pending.snapshot is None:
-            if not canary.any() or "skipped" in pending.flags:
-                return
-            record = Record(pending.step, flags=("unsampled", *pending.flags), flow_names=self._flow_names())
-        else:
-            made = self._faults.guard("records", pending.snapshot.record, pending.step)
-            if made is None:
-                return
-            record, layouts = made
-            record.flags = pending.flags
-            if "skipped" in pending.flags:
-                kept = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
-                record.metrics = kept
-            if pending.scale is not None:
-                self._unscale(record, pending)
-            self._update_header(layouts, record)
-            record.flow_names = self._flow_names()
-        record.loss = float(np.mean(losses)) if losses else None
-        record.metrics["canary"] = canary
-        record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
-        if pending.snapshot is not None:
-            self._records.append(record)
-            self._emit(record)
-        for alert in self._faults.guard("detectors", self._detectors.check, record, self._header) or []:
-            self._alerts.append(alert)
-            self._emit(alert)
-            for number, callback in enumerate(self._callbacks):
-                self._faults.guard(f"on_alert callback {number}", callback, alert)
 
-    @staticmethod
-    def _unscale(record: Record, pending: _Pending) -> None:
-        """Activation gradients arrive multiplied by the loss scale; ratios need no correction."""
-        scale = float(pending.scale)
-        for key in record.metrics:
-            if key.partition("@")[0] in ("grad_norm", "grad_rms"):
-                record.metrics[key] = record.metrics[key] / scale
-
-    def _flow_names(self) -> tuple[str, ...]:
-        return tuple(flow.name for flow in self._header.flows)
-
-    def _update_header(self, layouts: list[FlowLayout], record: Record) -> None:
-        """Write the header again when a flow or the rows of a metric changed."""
-        flows = {flow.name: flow for flow in self._header.flows}
-        flows.update({layout.name: layout for layout in layouts})
-        labels = {**self._header.labels, **record.metric_labels, "canary": Canary.KINDS}
-        if self._header_written and tuple(flows.values()) == self._header.flows and labels == self._header.labels:
-            return
-        self._header = RunHeader(
-            self._header.version, tuple(flows.values()), labels, self._header.config, self._header.environment
-        )
-        self._header_written = True
-        self._emit(self._header)
-
-    def _emit(self, event: Event) -> None:
-        if self._sinks_closed:
-            return
-        for part, sink in self._sinks:
-            self._faults.guard(part, sink.write, event)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise FlowscopeError(f"watch(model): got {type(model).__name__}, expected a torch.nn.Module.")
-    if next(model.parameters(), None) is None:
-        raise FlowscopeError(
-            f"watch(model): {type(model).__name__} has no parameters, so there is nothing to train or observe. "
-            "Watch the module that holds them, after its layers are built."
-        )
+def _check_watched(model: nn.Module) -> None:
     scope = _WATCHED.get(model)
     if scope is not None and (live := scope()) is not None and not live._closed:
         raise FlowscopeError(
             f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the "
             "first scope, or use it."
         )
-
-
-def _callbacks(on_alert: Any) -> list[AlertCallback]:
-    if on_alert is None:
-        return []
-    given = list(on_alert) if isinstance(on_alert, (list, tuple)) else [on_alert]
-    for callback in given:
-        if not callable(callback):
-            raise FlowscopeError(
-                f"watch(on_alert=...): got {type(callback).__name__} ({callback!r}), expected a callable that takes an "
-                "Alert, or a list of them; on_alert=print prints them."
-            )
-    return given
-
-
-def _flow_paths(flows: Any) -> Sequence[str] | None:
-    if flows is None or isinstance(flows, (str, list, tuple)):
-        return flows
-    raise FlowscopeError(
-        f"watch(flows=...): got {type(flows).__name__} ({flows!r}), expected a list of module paths, such as "
-        "['encoder.layers']; print(flowscope.find_flows(model)) shows the discovered ones."
-    )
-
-
-def _checked_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
-    out: list[tuple[str, Sink]] = []
-    if not isinstance(sinks, Iterable):
-        raise FlowscopeError(
-            f"watch(sinks=...): got {type(sinks).__name__}, expected a list of objects with write(event) and close()."
-        )
-    for number, sink in enumerate(sinks):
-        if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
-            raise FlowscopeError(
-                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with "
-                "write(event) and close()."
-            )
-        out.append((f"sink {type(sink).__name__} {number}", sink))
-    return out
-
-
-def _loss_value(loss: Any) -> Tensor | float | None:
-    if loss is None or isinstance(loss, (int, float)):
-        return loss
-    if isinstance(loss, np.ndarray | np.generic):
-        return float(loss.mean())
-    if not isinstance(loss, Tensor):
-        raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
-    return loss.detach().float().mean()
-
-
-def _step_number(step: Any) -> int | None:
-    if step is None:
-        return None
-    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        raise FlowscopeError(f"scope.step(step=...): got {step!r}, expected a step number, an int >= 0.")
-    return int(step)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "flowscope": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": sys.platform,
-    }

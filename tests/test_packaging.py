@@ -20,14 +20,16 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.faults", set()),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
-    ("flowscope.records", ANY | {"flowscope.errors"}),
+    # the notebook's view is imported where a notebook asks for it
+    ("flowscope.records", ANY | {"flowscope.errors", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),
-    ("flowscope.probes.statistics", {"torch"}),
+    ("flowscope.probes.statistics", {"torch", "numpy"}),
     ("flowscope.probes", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}),
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
+    ("flowscope.connections.profile", ANY | PLAIN | {"torch", "matplotlib", "flowscope.discovery", "flowscope.connections"}),
     ("flowscope.connections", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.connections"}),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
-    ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "flowscope.sinks"}),
+    ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
     ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),
 )
 

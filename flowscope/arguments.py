@@ -1,0 +1,87 @@
+"""What `watch` and `Scope.step` were given, checked: each wrong argument is a `FlowscopeError` that names the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert
+from flowscope.sinks import Sink
+
+AlertCallback = Callable[[Alert], Any]
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module or has no parameters."""
+    if not isinstance(model, nn.Module):
+        raise FlowscopeError(f"watch(model): got {type(model).__name__}, expected a torch.nn.Module.")
+    if next(model.parameters(), None) is None:
+        raise FlowscopeError(
+            f"watch(model): {type(model).__name__} has no parameters, so there is nothing to train or observe. "
+            "Watch the module that holds them, after its layers are built."
+        )
+
+
+def alert_callbacks(on_alert: Any) -> list[AlertCallback]:
+    """Return `on_alert` as a list of callables."""
+    if on_alert is None:
+        return []
+    given = list(on_alert) if isinstance(on_alert, (list, tuple)) else [on_alert]
+    for callback in given:
+        if not callable(callback):
+            raise FlowscopeError(
+                f"watch(on_alert=...): got {type(callback).__name__} ({callback!r}), expected a callable that takes an "
+                "Alert, or a list of them; on_alert=print prints them."
+            )
+    return given
+
+
+def flow_paths(flows: Any) -> Sequence[str] | None:
+    """Return `flows` as `find_flows` takes it."""
+    if flows is None or isinstance(flows, (str, list, tuple)):
+        return flows
+    raise FlowscopeError(
+        f"watch(flows=...): got {type(flows).__name__} ({flows!r}), expected a list of module paths, such as "
+        "['encoder.layers']; print(flowscope.find_flows(model)) shows the discovered ones."
+    )
+
+
+def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
+    """Return the sinks with the names under which their faults are reported."""
+    out: list[tuple[str, Sink]] = []
+    if not isinstance(sinks, Iterable):
+        raise FlowscopeError(
+            f"watch(sinks=...): got {type(sinks).__name__}, expected a list of objects with write(event) and close()."
+        )
+    for number, sink in enumerate(sinks):
+        if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
+            raise FlowscopeError(
+                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with "
+                "write(event) and close()."
+            )
+        out.append((f"sink {type(sink).__name__} {number}", sink))
+    return out
+
+
+def loss_value(loss: Any) -> Tensor | float | None:
+    """Return the loss as a detached scalar tensor or a number; never synchronises."""
+    if loss is None or isinstance(loss, (int, float)):
+        return loss
+    if isinstance(loss, np.ndarray | np.generic):
+        return float(loss.mean())
+    if not isinstance(loss, Tensor):
+        raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
+    return loss.detach().float().mean()
+
+
+def step_number(step: Any) -> int | None:
+    """Return the step as an int, None where none was given."""
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise FlowscopeError(f"scope.step(step=...): got {step!r}, expected a step number, an int >= 0.")
+    return int(step)

@@ -1,0 +1,170 @@
+"""From ended steps to records: finishes them, judges them, and hands records and alerts to sinks and callbacks."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope._version import __version__
+from flowscope.arguments import AlertCallback
+from flowscope.config import WatchConfig
+from flowscope.detectors import DetectorSet
+from flowscope.faults import Faults
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.deposit import Canary
+from flowscope.probes.snapshot import Snapshot
+from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
+from flowscope.sinks import Sink
+
+GRADIENT_METRICS = frozenset(
+    {"grad_norm", "grad_rms", "gain", "gradient_product", "nonfinite_grad", "param_grad_norm", "update_ratio"}
+)
+"""What a step that the GradScaler skipped does not say: its gradients were thrown away."""
+
+
+@dataclass
+class EndedStep:
+    """A step that ended, until it becomes a record.
+
+    Attributes:
+        step: its number.
+        snapshot: what it deposited; None where it was not sampled.
+        canary: its counts of non-finite entries.
+        losses: the losses given for it.
+        flags: what is special about it.
+        scale: the GradScaler's scale in its backward, None without a scaler.
+        found_inf: per fused optimizer, whether it found inf and left the weights as they were.
+    """
+
+    step: int
+    snapshot: Snapshot | None
+    canary: HostCopy
+    losses: list[Any]
+    flags: tuple[str, ...] = ()
+    scale: Any = None
+    found_inf: list[Tensor] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        """Whether finishing it would not wait for a copy."""
+        return self.canary.ready() and (self.snapshot is None or self.snapshot.ready())
+
+
+class Recorder:
+    """The plain-number half of a scope: header, records, alerts, detectors, sinks and callbacks."""
+
+    def __init__(self, config: WatchConfig, faults: Faults, callbacks: Sequence[AlertCallback]) -> None:
+        self.faults, self.callbacks = faults, callbacks
+        self.records: deque[Record] = deque(maxlen=config.max_records)
+        self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
+        self.detectors = DetectorSet(config)
+        self.detectors.faults = faults
+        self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment())
+        self.sinks: list[tuple[str, Sink]] = []
+        self.closed = False
+        self._header_written = False
+
+    def take(self, ended: EndedStep) -> None:
+        """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
+        losses = [float(value) for value in ended.losses]
+        if ended.found_inf and all(float(found) > 0 for found in ended.found_inf):
+            ended.flags = (*ended.flags, "skipped")
+        canary = _canary(ended, losses)
+        if ended.snapshot is None:
+            if not canary.any() or "skipped" in ended.flags:
+                return
+            record: Record | None = Record(ended.step, flags=("unsampled", *ended.flags))
+        else:
+            record = self._sampled(ended, ended.snapshot)
+        if record is None:
+            return
+        record.flow_names = tuple(flow.name for flow in self.header.flows)
+        record.loss = float(np.mean(losses)) if losses else None
+        record.metrics["canary"] = canary
+        record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
+        if ended.snapshot is not None:
+            self.records.append(record)
+            self.emit(record)
+        self._judge(record)
+
+    def _sampled(self, ended: EndedStep, snapshot: Snapshot) -> Record | None:
+        made = self.faults.guard("records", snapshot.record, ended.step)
+        if made is None:
+            return None
+        record: Record = made[0]
+        record.flags = ended.flags
+        if "skipped" in ended.flags:
+            kept = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
+            record.metrics = kept
+        if ended.scale is not None:
+            _unscale(record, float(ended.scale))
+        self._update_header(made[1], record)
+        return record
+
+    def _judge(self, record: Record) -> None:
+        for alert in self.faults.guard("detectors", self.detectors.check, record, self.header) or []:
+            self.alerts.append(alert)
+            self.emit(alert)
+            for number, callback in enumerate(self.callbacks):
+                self.faults.guard(f"on_alert callback {number}", callback, alert)
+
+    def _update_header(self, layouts: list[FlowLayout], record: Record) -> None:
+        """Write the header again when a flow or the rows of a metric changed."""
+        flows = {flow.name: flow for flow in self.header.flows}
+        flows.update({layout.name: layout for layout in layouts})
+        labels = {**self.header.labels, **record.metric_labels, "canary": Canary.KINDS}
+        if self._header_written and tuple(flows.values()) == self.header.flows and labels == self.header.labels:
+            return
+        self.header = RunHeader(
+            self.header.version, tuple(flows.values()), labels, self.header.config, self.header.environment
+        )
+        self._header_written = True
+        self.emit(self.header)
+
+    def emit(self, event: Event) -> None:
+        """Send an event to every sink that has not failed."""
+        if self.closed:
+            return
+        for part, sink in self.sinks:
+            self.faults.guard(part, sink.write, event)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self.closed = True
+        for part, sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                self.faults.report(part, error)
+
+
+def _canary(ended: EndedStep, losses: list[float]) -> NDArray[np.float64]:
+    canary = np.zeros(len(Canary.KINDS))
+    for part in ended.canary.read():
+        canary += part[:, 0]
+    canary[Canary.KINDS.index("loss")] += sum(not np.isfinite(value) for value in losses)
+    return canary
+
+
+def _unscale(record: Record, scale: float) -> None:
+    """Activation gradients arrive multiplied by the loss scale; ratios need no correction."""
+    for key in record.metrics:
+        if key.partition("@")[0] in ("grad_norm", "grad_rms"):
+            record.metrics[key] = record.metrics[key] / scale
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "flowscope": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": sys.platform,
+    }
