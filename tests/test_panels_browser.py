@@ -113,6 +113,16 @@ def test_an_alert_leads_to_its_layer_and_step(opened: tuple[Watched, Any]) -> No
     assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "step 5, stands"]
 
 
+def test_the_loss_of_both_runs_is_drawn(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+    picture = panels.locator(".loss svg")
+    assert picture.get_attribute("aria-label") == "Loss: a ends at 1.5; b ends at 1.5"  # 3 - 15 / 10
+    assert picture.locator("path.line").count() == 2
+    box = picture.bounding_box()
+    picture.hover(position={"x": box["width"] * 0.99, "y": box["height"] / 2})
+    assert panels.locator(".loss .readout > *").all_inner_texts() == ["a, step 15: 1.5", "b, step 15: 1.5"]
+
+
 def test_a_hostile_name_is_text(opened: tuple[Watched, Any]) -> None:
     _, panels = opened
     assert hover(panels, "a · enc", 2, 5, 0)[0] == EVIL

@@ -204,6 +204,7 @@ def test_the_report_holds_every_number_of_a_small_run(tmp_path: Path) -> None:
     expected = np.stack([product("a", step) for step in STEPS], axis=1)
     np.testing.assert_allclose(found["gradient_product"]["values"], expected, rtol=1e-4)
     assert [r["step"] for r in found["cosine_matrix"]["records"]] == [0, 10]
+    assert data["runs"][0]["loss"] == {"steps": list(STEPS), "values": [3, 2.9, 2.8, 2.5, 2, 1.5]}
     assert data["runs"][0]["environment"] == {"torch": "none", "python": "3"}
     assert data["runs"][0]["verdict"]["severity"] == "error"
 
@@ -276,12 +277,12 @@ def test_modules_can_be_joined() -> None:
     assert not re.search(r"^\s*(import|export) ", joined, re.MULTILINE)
     for name in set(scripts) - {"index.js"}:
         assert joined.count(f"// {name}\n") == 1
+    declared = re.compile(r"^(?:export )?(?:async )?(?:function|class|const|let) ([\w$]+|[\[{][^=]*)", re.MULTILINE)
     names = Counter(
-        match
+        part
         for name in set(scripts) - {"index.js"}
-        for match in re.findall(
-            r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", assets.read(name), re.MULTILINE
-        )
+        for found in declared.findall(assets.read(name))
+        for part in re.findall(r"\w+", found)
     )
     assert len(names) > 40
     assert [name for name, count in names.items() if count > 1] == []

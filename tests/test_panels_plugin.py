@@ -67,6 +67,7 @@ def test_the_overview_of_a_real_tensorboard(server: str) -> None:
     assert a["facts"][0].startswith("enc: at step 15 the gradient at the input is 6.25e-06 of that at the last of 5")
     assert c["verdict"] == {"severity": "ok", "text": "no alert"}
     assert (a["notices"], c["notices"]) == ([], [])
+    assert a["loss"] == {"steps": list(STEPS), "values": [3, 2.9, 2.8, 2.5, 2, 1.5]}
     assert a["config"]["vanishing_product"] == 1e-3
 
 

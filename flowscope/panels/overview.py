@@ -25,6 +25,7 @@ class RunView:
         labels: key of a metric -> its row labels, for every metric that has records.
         alerts: raised and resolved, in the order they were written.
         products: key -> the last gradient product, for the words on top.
+        loss: (step, loss) pairs, thinned out.
         last_step: of the last record, None without records.
         notices: what could not be read, and why.
         stamp: changes when the run does.
@@ -35,6 +36,7 @@ class RunView:
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     alerts: Sequence[Alert] = ()
     products: Mapping[str, Array] = field(default_factory=dict)
+    loss: Sequence[tuple[int, float]] = ()
     last_step: int | None = None
     notices: list[str] = field(default_factory=list)
     stamp: str = ""
@@ -56,6 +58,7 @@ def _run_payload(run: RunView) -> dict[str, Any]:
         "flows": flows,
         "metrics": [present(key, len(labels), first) for key, labels in run.labels.items()],
         "alerts": spans,
+        "loss": {"steps": [step for step, _ in run.loss], "values": strict([value for _, value in run.loss])},
         "verdict": verdict(run, spans),
         "facts": facts(run),
         "notices": run.notices,

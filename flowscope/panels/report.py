@@ -142,6 +142,7 @@ def _all_series(run: RunLike) -> dict[str, Series]:
 
 def _view(name: str, run: RunLike, series: Mapping[str, Series]) -> RunView:
     notices = [] if run.header else ["The file has no header: rows are numbered. Was its beginning cut off?"]
+    losses = [(record.step, record.loss) for record in run.records if record.loss is not None]
     notices += dict.fromkeys(note for record in run.records for note in record.notes)
     return RunView(
         name,
@@ -149,6 +150,7 @@ def _view(name: str, run: RunLike, series: Mapping[str, Series]) -> RunView:
         {key: s.labels for key, s in series.items()},
         run.alerts,
         {key: s.values[-1] for key, s in series.items() if split_key(key)[0] == "gradient_product"},
+        [losses[i] for i in thin_steps(np.asarray([step for step, _ in losses]), COLUMNS)],
         run.records[-1].step if run.records else None,
         notices[:20],
     )

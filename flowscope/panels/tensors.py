@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from tensorboard import errors, plugin_util
 from tensorboard.data.provider import RunTagFilter
 
 from flowscope.panels.overview import RunView
-from flowscope.panels.series import Series, make_series
+from flowscope.panels.series import COLUMNS, Series, make_series
 from flowscope.records import Alert, RunHeader, split_key
 
 PLUGIN_NAME = "flowscope"
 PREFIX = "flowscope/"
 HEADER, ALERTS = "flowscope/header", "flowscope/alerts"
+LOSS = "flow/loss"
 READS_VERSION = 1
 RECORDS = 2000
 READ_BYTES = 64 * 2**20
@@ -53,8 +54,11 @@ class TensorReader:
         known = {tag for of_run in tags.values() for tag in of_run}
         products = sorted(tag for tag in known if split_key(_key(tag))[0] == "gradient_product")
         last = self._read(environ, list(tags), products, 1) if products else {}
+        losses = self._losses(environ, list(tags))
         return [
-            _run_view(name, tags[name], headers.get(name, {}), alerts.get(name, {}), last.get(name, {}))
+            _run_view(
+                name, tags[name], headers.get(name, {}), alerts.get(name, {}), last.get(name, {}), losses.get(name, [])
+            )
             for name in sorted(tags)
         ]
 
@@ -107,6 +111,16 @@ class TensorReader:
         )
         return {run: dict(of_run) for run, of_run in found.items()}
 
+    def _losses(self, environ: Environ, runs: list[str]) -> dict[str, list[tuple[int, float]]]:
+        found = self._provider.read_scalars(
+            plugin_util.context(environ),
+            experiment_id=plugin_util.experiment_id(environ),
+            plugin_name="scalars",
+            downsample=COLUMNS,
+            run_tag_filter=RunTagFilter(runs=runs, tags=[LOSS]),
+        )
+        return {run: [(point.step, point.value) for point in of_run.get(LOSS, ())] for run, of_run in found.items()}
+
     def _read(self, environ: Environ, runs: list[str], tags: list[str], count: int) -> dict[str, Any]:
         try:
             found = self._provider.read_tensors(
@@ -126,7 +140,12 @@ def _key(tag: str) -> str:
 
 
 def _run_view(
-    name: str, tags: Mapping[str, Any], headers: Mapping[str, Any], alerts: Mapping[str, Any], last: Mapping[str, Any]
+    name: str,
+    tags: Mapping[str, Any],
+    headers: Mapping[str, Any],
+    alerts: Mapping[str, Any],
+    last: Mapping[str, Any],
+    loss: Sequence[tuple[int, float]],
 ) -> RunView:
     notices: list[str] = []
     header = _header(headers, notices)
@@ -153,6 +172,7 @@ def _run_view(
         {key: labels[key] for key in keys},
         _alerts(alerts, notices),
         {key: _numbers(last[PREFIX + key]) for key in keys if last.get(PREFIX + key)},
+        loss,
         max((int(tags[PREFIX + key].max_step) for key in keys), default=None),
         notices,
         _stamp(tags),

@@ -4,6 +4,7 @@ import { timeline, verdicts } from "./alerts.js";
 import { Controls } from "./controls.js";
 import { el, emptyState } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
+import { lossFigure } from "./loss.js";
 import { matrixFigures, stackFigures } from "./matrix.js";
 import { dash, profileFigure } from "./profile.js";
 import { RUN_COLOURS, decode, makeScale } from "./scale.js";
@@ -41,7 +42,7 @@ export class App {
       change: (part) => this.choose(part),
       reload: () => this.refresh(),
     });
-    this.parts = Object.fromEntries(["problem", "state", "alerts", "picture", "depth", "extra", "about"].map((name) => [name, el("section", { class: name })]));
+    this.parts = Object.fromEntries(["problem", "state", "alerts", "picture", "depth", "extra", "loss", "about"].map((name) => [name, el("section", { class: name })]));
     this.parts.problem.setAttribute("role", "status");
   }
 
@@ -137,6 +138,8 @@ export class App {
     const turn = (this.drawing += 1);
     const runs = this.shown();
     this.parts.state.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
+    const loss = lossFigure(runs, (name) => this.colourOf(name));
+    this.parts.loss.replaceChildren(...(loss ? [el("h2", {}, "Loss"), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
     this.parts.alerts.replaceChildren(...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
     this.parts.about.replaceChildren(...runs.map(about));

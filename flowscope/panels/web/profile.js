@@ -7,7 +7,12 @@ import { rowName } from "./source.js";
 const MOST_CONNECTED = 150;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
 const dotted = (line) => ({ stroke: line.colour, "stroke-width": 3 + 2 * line.order, "stroke-opacity": 0.5 + 0.15 * line.order });
-const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [960, 300, 66, 26, 10, 12];
+
+/** The plot area, whose edges the loss shares. */
+export const WIDTH = 960;
+export const LEFT = 66;
+export const RIGHT = 12;
+const [HEIGHT, BOTTOM, TOP] = [300, 26, 10];
 
 /** The dash of the n-th pinned step. */
 export function dash(n) {
@@ -85,7 +90,8 @@ function curve(line, x, y) {
   return svg("path", { class: "line dots", ...dotted(line), d: dots.join("") });
 }
 
-function path(values, x, y) {
+/** The path of a line; `x(i, count)` and `y(value)` place a point. */
+export function path(values, x, y) {
   let pen = "M";
   let out = "";
   values.forEach((raw, i) => {
@@ -107,7 +113,8 @@ function area(line, x, y) {
   return whole.length ? `M${whole.map(point(high)).join("L")}L${whole.reverse().map(point(low)).join("L")}Z` : "";
 }
 
-function gridLine(at, text) {
+/** A horizontal line with its value on the left. */
+export function gridLine(at, text) {
   return svg(
     "g",
     { class: "grid" },
