@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from panels_run import DECODER, ENCODER, EVIL, STEPS, Watched, chromium, product, tensorboard, wait_for_runs, write_run
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from flowscope.panels import write_report
-from flowscope.sinks import read_run
+from flowscope.sinks import read_run, summaries
 
 TIMEOUT = 20_000
 
@@ -231,6 +233,31 @@ def test_an_empty_folder_says_what_to_do(browser: Any, tmp_path: Path) -> None:
         assert "log_dir" in watched.page.locator(".empty").inner_text()
     # opened without TensorBoard around it, the page has no icon
     assert [complaint for complaint in watched.complaints if "/favicon.ico" not in complaint] == []
+    watched.page.close()
+
+
+def test_what_cannot_be_read_says_why_and_hides_nothing_else(browser: Any, tmp_path: Path) -> None:
+    (file,) = write_run(tmp_path / "cut").glob("events*")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    write_run(tmp_path / "good", "b")
+    writer = EventFileWriter(str(tmp_path / "foreign"))
+    words = summaries.strings("flowscope/gradient_product", ["no", "numbers"], {"version": 9})
+    writer.add_event(event_pb2.Event(wall_time=1.0, step=3, summary=summary_pb2.Summary(value=[words])))
+    writer.close()
+    watched = Watched(browser)
+    watched.page.set_default_timeout(TIMEOUT)
+    with tensorboard(tmp_path) as address:
+        wait_for_runs(address, 3)
+        watched.page.goto(f"{address}#flowscope")
+        panels = watched.page.frame_locator("iframe")
+        panels.locator(".runs label", has_text="good").locator("input").check()
+        panels.locator("figcaption", has_text="good · enc").wait_for()
+        assert "cannot be drawn" in panels.locator(".picture .empty", has_text="foreign").inner_text()
+        assert "Written in format 9; this tab reads 1." in panels.locator(".verdict", has_text="foreign").inner_text()
+        assert panels.locator("figcaption", has_text="cut · enc").count() == 1
+        assert "Traceback" not in panels.locator("body").inner_text()
+    # the route that has the reason answers 404, which the browser notes
+    assert [complaint for complaint in watched.complaints if "404" not in complaint] == []
     watched.page.close()
 
 
