@@ -20,7 +20,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
 from flowscope.faults import Faults
 from flowscope.probes.buffer import HostCopy
-from flowscope.probes.deposit import Canary
+from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
 from flowscope.sinks import Sink

@@ -9,8 +9,6 @@ Axis letters: B batch, T tokens, D features, L depth, P = L + 1 points.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.canary import Canary
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import (
     AxisReader,
@@ -34,7 +33,7 @@ from flowscope.probes.layout import (
     is_compiling,
     node_number,
 )
-from flowscope.probes.statistics import Positions, Sums, is_host
+from flowscope.probes.statistics import Positions, Sums, full_precision
 
 ENTRY = -1
 PointKey = tuple[int, int]
@@ -42,30 +41,6 @@ PointKey = tuple[int, int]
 Forward = tuple[Sums, Sums | None]
 """A point's forward sums that wait for its gradient: those of the whole tensor, and those between points."""
 MAX_CALLS = 4096
-
-
-def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
-
-
-class Canary:
-    """Sticky counts of non-finite entries, kept on every step: root inputs, x_L, dL/dx_0, loss."""
-
-    KINDS = ("input", "forward", "backward", "loss")
-
-    def __init__(self) -> None:
-        self.buffer = DepositBuffer(1)
-        for _ in self.KINDS:
-            self.buffer.new_row()
-
-    def count(self, kind: str, x: Tensor) -> None:
-        """Add the number of non-finite entries of x."""
-        x = x.detach()
-        if is_host(x) and math.isfinite(abs(x.sum().item())):
-            return  # a finite sum has no infinite or NaN term; one that is not may only have overflowed
-        self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x))
 
 
 class FlowObserver:
@@ -141,38 +116,42 @@ class FlowObserver:
         return derives_from(floating_tensors((args, kwargs)), last, self._last_number)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first block is entered: its input may be x_0."""
         if self.switch.paused:
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
-        late: int | None = None
-        first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
-        if recomputing and len(self._untracked.get(first, ())) > 1:
-            if self._continues(args, kwargs):
-                return
-            late = first
-        if not tracing and not recomputing:
-            self._drop_stale()
-            if self._calls[first]:
-                if self._continues(args, kwargs):
-                    return
-                self._new_pass()
-        x = hidden_input(args, kwargs)
+        begins, late = (True, None) if tracing else self._begins(args, kwargs, recomputing=recomputing)
+        x = hidden_input(args, kwargs) if begins else None
         if x is None:
             return
         tracked = x.requires_grad and torch.is_grad_enabled()
-        key = (ENTRY, 0)
         if not self.switch.sampling:
             if tracked and not recomputing:
                 self.hooks.on_gradient(x, self.part, partial(self.canary.count, "backward"), "canary")
-            return
-        if recomputing and key in self._tracked:
-            return
-        if tracing:
+        elif tracing:
             # inside a checkpoint x belongs to the graph outside, so a hook on it may only capture x itself
             if tracked:
-                self.hooks.on_gradient(x, self.part, partial(self._deposit_entry, key, x), key)
-            return
+                self.hooks.on_gradient(x, self.part, partial(self._deposit_entry, (ENTRY, 0), x), (ENTRY, 0))
+        elif not (recomputing and (ENTRY, 0) in self._tracked):
+            self._observe_entry(x, late, tracked=tracked, recomputing=recomputing)
+
+    def _begins(self, args: Any, kwargs: Any, *, recomputing: bool) -> tuple[bool, int | None]:
+        """Whether a call of the first block begins the flow (a loop's later calls do not), and if it only later shows."""
+        first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
+        if recomputing:
+            if len(self._untracked.get(first, ())) > 1:
+                return not self._continues(args, kwargs), first
+            return True, None
+        self._drop_stale()
+        if self._calls[first]:
+            if self._continues(args, kwargs):
+                return False, None
+            self._new_pass()
+        return True, None
+
+    def _observe_entry(self, x: Tensor, late: int | None, *, tracked: bool, recomputing: bool) -> None:
+        key = (ENTRY, 0)
         forward, positions = self._forward(key, self._readers[0], x, None)
         self._origin = self._origin or positions
         self._previous = positions
@@ -189,47 +168,55 @@ class FlowObserver:
             self._entry_waits = forward
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A block has run: its output is a point."""
         if self.switch.paused:
             return
-        tracing = is_compiling()
         like = hidden_input(args, kwargs)
         x = hidden_output(output, like)
+        tracing = is_compiling()
+        recomputing = not tracing and in_backward()
         if not self.switch.sampling:
             if x is not None and x.requires_grad:
-                self._canary(index, x, recomputing=not tracing and in_backward())
-            return
-        if tracing:
+                self._canary(index, x, recomputing=recomputing)
+        elif tracing:
             if x is not None and x.requires_grad:
                 before = self._positions(self._readers[index], like) if like is not None and self.depth else None
                 forward, _ = self._forward((index, 0), self._readers[index], x, before)
                 self._register(x, (index, 0), forward, None)
-            return
-        recomputing = in_backward()
-        if not recomputing:
-            self._drop_stale()
-            if self._calls[index] and not self._continues(args, kwargs):
-                self._new_pass()
-            key = (index, min(self._calls[index], MAX_CALLS - 1))
-            self._reordered = self._reordered or (index < self._latest and not self._calls[index])
-            self._latest = index
-            self._calls[index] += 1
-            self._mark_output(x)
-            self._order.setdefault(key)
-            if x is None or not x.requires_grad:
-                self._untracked.setdefault(index, []).append(key[1])
-            if torch.is_grad_enabled():
-                self.forward_calls[key] += 1
-                self._executed.setdefault(key)
         else:
-            key = self._recalled(index)
-            if key in self._tracked:
+            key = self._recall(index, x) if recomputing else self._call(index, x, args, kwargs)
+            if key is None or x is None:
                 return
-            self._mark_output(x)
-        if x is None or not x.requires_grad:
-            if x is not None and self.depth:
+            if x.requires_grad:
+                self._observe(index, key, x, like, recomputing)
+            elif self.depth:
                 self._remember(self._positions(self._readers[index], x))
-            return
-        self._observe(index, key, x, like, recomputing)
+
+    def _call(self, index: int, x: Tensor | None, args: Any, kwargs: Any) -> PointKey:
+        """Count a call in the forward, and return the point it is."""
+        self._drop_stale()
+        if self._calls[index] and not self._continues(args, kwargs):
+            self._new_pass()
+        key = (index, min(self._calls[index], MAX_CALLS - 1))
+        self._reordered = self._reordered or (index < self._latest and not self._calls[index])
+        self._latest = index
+        self._calls[index] += 1
+        self._mark_output(x)
+        self._order.setdefault(key)
+        if x is None or not x.requires_grad:
+            self._untracked.setdefault(index, []).append(key[1])
+        if torch.is_grad_enabled():
+            self.forward_calls[key] += 1
+            self._executed.setdefault(key)
+        return key
+
+    def _recall(self, index: int, x: Tensor | None) -> PointKey | None:
+        """Return the point that a checkpoint recomputes, None where the first pass already waits for its gradient."""
+        key = self._recalled(index)
+        if key in self._tracked:
+            return None
+        self._mark_output(x)
+        return key
 
     def _observe(self, index: int, key: PointKey, x: Tensor, like: Tensor | None, recomputing: bool) -> None:
         reader = self._readers[index]
@@ -275,7 +262,7 @@ class FlowObserver:
         return statistics.sample_positions(states, axis, self.config.positions, sequence=sequence)
 
     def _positions_before(self, reader: AxisReader, like: Tensor | None, *, recomputing: bool) -> Positions | None:
-        """The previous point's positions: remembered in a plain forward, read from the block's input in a recomputation."""
+        """The previous point's positions: remembered in a plain forward, in a recomputation the block's input."""
         if not self.depth:
             return None
         if not recomputing:

@@ -19,9 +19,9 @@ from flowscope.discovery.plan import display_path
 from flowscope.errors import FlowscopeError
 from flowscope.probes import site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.deposit import full_precision
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import hidden_output
+from flowscope.probes.statistics import full_precision
 
 EDGE = 1e-7
 """Gate values are clipped to [EDGE, 1 - EDGE] before the logit: 0 and 1 read as logits of -16 and 16."""

@@ -16,7 +16,8 @@ from flowscope.discovery.plan import FlowPlan
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
-from flowscope.probes.deposit import Canary, FlowObserver
+from flowscope.probes.canary import Canary
+from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling

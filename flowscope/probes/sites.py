@@ -22,10 +22,9 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import site_statistics, site_summaries, statistics, summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.deposit import full_precision
 from flowscope.probes.hooks import MASK, Hooks, Switch, in_backward
 from flowscope.probes.layout import is_compiling
-from flowscope.probes.statistics import Positions, Sums
+from flowscope.probes.statistics import Positions, Sums, full_precision
 
 Array = NDArray[np.float64]
 Kind = str

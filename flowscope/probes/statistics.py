@@ -9,6 +9,7 @@ fp64: squares of gradients near 1e-22 vanish in fp32 (measured in the first step
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,12 @@ class Positions:
 def wide(device: torch.device) -> torch.dtype:
     """The accumulation type: fp64, or fp32 where the device has no fp64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def feature_last(x: Tensor, axis: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.discovery.plan import Flow, display_path
-from flowscope.probes.deposit import Canary
+from flowscope.probes.canary import Canary
 from flowscope.probes.hooks import Hooks, Switch, masked
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.recurrent import Replay, replay_gradients

@@ -37,6 +37,7 @@ export class App {
     this.runs = [];
     this.chosen = { runs: [], flow: null, metric: null, scale: null, pins: ["first", "last"], row: null, alert: null };
     this.loaded = new Map();
+    this.colours = new Map();
     this.drawing = 0;
     this.controls = new Controls(source.reloads, {
       change: (part) => this.choose(part),
@@ -84,6 +85,7 @@ export class App {
     if (part.metric) chosen.scale = part.scale ?? null;
     chosen.runs = chosen.runs.filter((name) => this.runs.some((run) => run.name === name));
     if (!chosen.runs.length && !part.runs) chosen.runs = this.runs.slice(0, 2).map((run) => run.name);
+    this.giveColours();
     const runs = this.shown();
     const flows = [...new Set(runs.flatMap((run) => run.flows.map((flow) => flow.name)))];
     if (!flows.includes(chosen.flow)) chosen.flow = flows[0] ?? null;
@@ -102,8 +104,18 @@ export class App {
     return this.runs.filter((run) => this.chosen.runs.includes(run.name));
   }
 
+  /** The colour of a chosen run; it keeps it as long as it is chosen, whatever else is. */
   colourOf(name) {
-    return RUN_COLOURS[this.runs.findIndex((run) => run.name === name) % RUN_COLOURS.length];
+    return this.colours.get(name) ?? "transparent";
+  }
+
+  giveColours() {
+    for (const name of this.colours.keys()) if (!this.chosen.runs.includes(name)) this.colours.delete(name);
+    for (const name of this.chosen.runs) {
+      const taken = [...this.colours.values()];
+      const free = RUN_COLOURS.find((colour) => !taken.includes(colour)) ?? RUN_COLOURS[this.colours.size % RUN_COLOURS.length];
+      if (!this.colours.has(name)) this.colours.set(name, free);
+    }
   }
 
   /** The metrics that at least one of the runs has for the chosen flow. */
