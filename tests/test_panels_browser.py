@@ -125,6 +125,23 @@ def test_the_loss_of_both_runs_is_drawn(opened: tuple[Watched, Any]) -> None:
     assert panels.locator(".loss .readout > *").all_inner_texts() == ["a, step 15: 1.5", "b, step 15: 1.5"]
 
 
+def test_a_run_keeps_its_colour_while_others_come_and_go(opened: tuple[Watched, Any]) -> None:
+    _, panels = opened
+
+    def colours() -> list[str]:
+        swatches = panels.locator(".runs .swatch")
+        return [swatches.nth(i).evaluate("node => node.style.background") for i in range(2)]
+
+    before = colours()
+    assert before[0] != before[1]
+    panels.locator(".runs input").nth(0).uncheck()
+    panels.locator("figcaption", has_text="a · enc").wait_for(state="detached")
+    assert colours() == ["transparent", before[1]]
+    panels.locator(".runs input").nth(0).check()
+    panels.locator("figcaption", has_text="a · enc").wait_for()
+    assert colours() == before
+
+
 def test_a_hostile_name_is_text(opened: tuple[Watched, Any]) -> None:
     _, panels = opened
     assert hover(panels, "a · enc", 2, 5, 0)[0] == EVIL
