@@ -38,13 +38,13 @@ class WatchConfig(BaseModel):
 
     # alerts: limits
     vanishing_product: float = Field(1e-3, gt=0, description="least gradient product (heuristic, formulas: Post-LN)")
-    vanishing_gain: float = Field(0.9, gt=0, description="a block with less gain belongs to the bad stretch (heuristic)")
-    vanishing_time: float = Field(1e-8, gt=0, description="least product through time (heuristic: LSTM, 28 steps: 5e-8)")
+    vanishing_gain: float = Field(0.9, gt=0, description="less gain: part of the bad stretch (heuristic)")
+    vanishing_time: float = Field(1e-8, gt=0, description="least product in time (heuristic: LSTM, 28 steps: 5e-8)")
     exploding_product: float = Field(1e4, gt=0, description="largest gradient product (heuristic)")
     exploding_growth: float = Field(1e3, gt=0, description="gradient norm over its first steps' median (heuristic)")
     drift: float = Field(1e2, gt=1, description="factor off the model's own first steps that counts (heuristic)")
     token_cosine: float = Field(0.999, gt=0, le=1, description="mean cosine between tokens (heuristic: Post-LN 1.000)")
-    collapsed_rank: float = Field(1.3, gt=1, description="effective rank of collapsed points (heuristic; 1 = one vector)")
+    collapsed_rank: float = Field(1.3, gt=1, description="rank of collapsed points (heuristic; 1 = one vector)")
     representation_cosine: float = Field(0.9999, gt=0, le=1, description="adjacent cosine (heuristic; baseline-aware)")
 
 

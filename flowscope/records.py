@@ -1,4 +1,4 @@
-"""What one sampled step says, as plain numbers: everything behind the probes (detectors, sinks, panels) reads only these.
+"""What one sampled step says, as plain numbers: all behind the probes (detectors, sinks, panels) reads only these.
 
 Axis letters: L depth (blocks of a flow), L+1 its points.
 """
@@ -101,7 +101,7 @@ class Record:
     metric_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, key: Key) -> NDArray[np.float64]:
-        """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or the part of its path)."""
+        """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or a part of its path)."""
         return self.metrics[self._resolve(*key) if isinstance(key, tuple) else self._resolve(key, None)]
 
     def __contains__(self, key: object) -> bool:
@@ -129,7 +129,8 @@ class Record:
             if found:
                 return found[0]
             raise FlowscopeError(
-                f"record of step {self.step} has no metric {metric!r}; it has: {', '.join(sorted(self.metrics)) or 'none'}. "
+                f"record of step {self.step} has no metric {metric!r}; "
+                f"it has: {', '.join(sorted(self.metrics)) or 'none'}. "
                 "Slow metrics (cosine_matrix, effective_rank) are only in some records: WatchConfig.slow_every."
             )
         name = match_flow(flow, self.flow_names)

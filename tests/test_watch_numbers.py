@@ -47,7 +47,12 @@ def llama() -> nn.Module:
     torch.manual_seed(4)
     model = LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=4, hidden_size=16, intermediate_size=36, num_attention_heads=2, num_key_value_heads=2, vocab_size=40
+            num_hidden_layers=4,
+            hidden_size=16,
+            intermediate_size=36,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=40,
         )
     )
     model.model.layers[2].self_attn.requires_grad_(False)
@@ -157,7 +162,9 @@ def train_watched(
     return record
 
 
-def oracle(model: nn.Module, states_of: STATES, batches: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray, list[list[Tensor]]]:
+def oracle(
+    model: nn.Module, states_of: STATES, batches: Sequence[Tensor]
+) -> tuple[np.ndarray, np.ndarray, list[list[Tensor]]]:
     """grad_norm and act_rms per point over the whole step, and the states [micro-batch][point]."""
     gradients, seen = [], []
     for batch in batches:
@@ -165,7 +172,9 @@ def oracle(model: nn.Module, states_of: STATES, batches: Sequence[Tensor]) -> tu
         gradients.append(torch.autograd.grad(loss / len(batches), states, retain_graph=True))
         seen.append([s.detach() for s in states])
     grad_norm = [math.sqrt(sum(float(g[i].double().square().sum()) for g in gradients)) for i in range(len(seen[0]))]
-    act_rms = [torch.cat([s[i].flatten() for s in seen]).double().square().mean().sqrt().item() for i in range(len(seen[0]))]
+    act_rms = [
+        torch.cat([s[i].flatten() for s in seen]).double().square().mean().sqrt().item() for i in range(len(seen[0]))
+    ]
     return np.array(grad_norm), np.array(act_rms), seen
 
 
@@ -242,7 +251,10 @@ def test_convnet_cosines_run_over_the_channel_axis() -> None:
     # the second stage's first block changes the width
     assert math.isnan(record["cosine", "layer2"][0])
     assert not math.isnan(record["cosine", "layer2"][1])
-    np.testing.assert_allclose(record["gradient_product", "network"][:4] / record["gradient_product", "network"][3], record["gradient_product", "layer1"])
+    np.testing.assert_allclose(
+        record["gradient_product", "network"][:4] / record["gradient_product", "network"][3],
+        record["gradient_product", "layer1"],
+    )
 
 
 def test_slow_metrics_equal_naive() -> None:
@@ -345,7 +357,9 @@ def test_fused_recurrent_flow_through_time(kind: type[nn.RNNBase]) -> None:
 
 def test_dead_fraction_and_saturation_by_hand() -> None:
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 7), nn.Sigmoid(), nn.Linear(7, 2))
+    model = nn.Sequential(
+        nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 7), nn.Sigmoid(), nn.Linear(7, 2)
+    )
     with torch.no_grad():
         model[0].bias[:3] = -100.0  # three of eight units never switch on
         model[2].bias[:2] = 50.0  # two of six saturate at every position

@@ -149,7 +149,8 @@ class VanishingGradient(Detector):
             patience, certain = patience or ZERO_RECORDS, False
         told = [f"limit {limit:.2g}"] if below.any() else []
         if fall[low] > 2:
-            told.append(f"{fall[low]:.3g} times less than at its best" + ("" if told else f", limit {config.drift:.3g} times"))
+            limits = "" if told else f", limit {config.drift:.3g} times"
+            told.append(f"{fall[low]:.3g} times less than at its best{limits}")
         return Finding(
             self.kind,
             view.block(where),

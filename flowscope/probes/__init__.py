@@ -1,1 +1,1 @@
-"""What observes a model: pure statistics, the hooks that deposit them in backward, and the optimizer-step statistics."""
+"""What observes a model: pure statistics, the hooks that deposit them in backward, what the optimizer's step shows."""

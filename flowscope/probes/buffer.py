@@ -82,7 +82,7 @@ class HostCopy:
             if tensor.is_cuda:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 host.copy_(tensor, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(tensor.device))
                 self._events.append(event)
                 self._host.append(host)
@@ -91,7 +91,7 @@ class HostCopy:
 
     def ready(self) -> bool:
         """Whether `read` would return without waiting."""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[NDArray[np.float64]]:
         """Wait for the copies and return them as fp64 arrays."""

@@ -137,7 +137,7 @@ class FlowObserver:
             self._observe_entry(x, late, tracked=tracked, recomputing=recomputing)
 
     def _begins(self, args: Any, kwargs: Any, *, recomputing: bool) -> tuple[bool, int | None]:
-        """Whether a call of the first block begins the flow (a loop's later calls do not), and if it only later shows."""
+        """Whether a call of the first block begins the flow (a loop's later calls do not); the block, if later shows."""
         first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
         if recomputing:
             if len(self._untracked.get(first, ())) > 1:

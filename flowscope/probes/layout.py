@@ -91,8 +91,9 @@ class AxisReader:
                 features.add(child.normalized_shape[-1])
             elif isinstance(child, (nn.MultiheadAttention, nn.RNNBase)):
                 time_first = time_first or not child.batch_first
-            elif "norm" in type(child).__name__.lower() and isinstance(getattr(child, "weight", None), Tensor):
-                features.add(child.weight.shape[-1])
+            elif "norm" in type(child).__name__.lower():
+                weight = getattr(child, "weight", None)
+                features |= {int(weight.shape[-1])} if isinstance(weight, Tensor) and weight.dim() else set()
         return cls(frozenset(channels), frozenset(features), time_first)
 
     def read(self, x: Tensor) -> tuple[Tensor, int, bool]:

@@ -109,26 +109,30 @@ class Observation:
     # -- hooks of the root ------------------------------------------------------------------------------------------
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            if not is_compiling():
-                for site in self.sites:
-                    site.in_training = False
+        training = torch.is_grad_enabled()
+        if not is_compiling():
+            self._start_forward(training=training)
+        if training and not self.switch.paused:
+            for tensor in floating_tensors((args, kwargs)):
+                self.canary.count("input", tensor)
+
+    def _start_forward(self, *, training: bool) -> None:
+        if not training:
+            for site in self.sites:
+                site.in_training = False
             return
         if self.switch.paused:
             self._missed = True
             return
-        if not is_compiling():
-            if self.switch.stale:
-                self.drop()
-            elif self.forwards > self._forwards_at_begin and self._gradients_were_dropped():
-                self._discard_deposits()
-            self.forwards += 1
-            for flow in self.flows:
-                flow.start_forward()
-            for site in self.sites:
-                site.start_forward()
-        for tensor in floating_tensors((args, kwargs)):
-            self.canary.count("input", tensor)
+        if self.switch.stale:
+            self.drop()
+        elif self.forwards > self._forwards_at_begin and self._gradients_were_dropped():
+            self._discard_deposits()
+        self.forwards += 1
+        for flow in self.flows:
+            flow.start_forward()
+        for site in self.sites:
+            site.start_forward()
 
     def _gradients_were_dropped(self) -> bool:
         """Whether no parameter holds a gradient: what backward left since the step began was thrown away.

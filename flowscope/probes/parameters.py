@@ -63,7 +63,8 @@ class ParameterObserver:
         if all(siblings.get(name) is child for siblings, name, child in self._children):
             return
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        self._places = [(modules.get(path, held), key) for (path, key), (held, _) in zip(self._paths, self._places, strict=True)]
+        places = zip(self._paths, self._places, strict=True)
+        self._places = [(modules.get(path, held), key) for (path, key), (held, _) in places]
         self._children = _children(self._model)
 
     @torch.no_grad()

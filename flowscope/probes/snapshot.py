@@ -124,14 +124,7 @@ class Snapshot:
         points = self._points[id(flow)]
         labels = flow.labels(points)
         out.flow(FlowLayout(flow.flow.name, flow.flow.kind, tuple(labels), tuple(labels[1:])))
-        picked = np.zeros((len(points), COLUMNS))
-        calls = np.full((2, len(points)), np.nan)
-        for at, key in enumerate(points):
-            owner, own = flow.source(key)
-            if (row := owner.rows.get(own)) is not None and row < len(rows):
-                picked[at] = rows[row]
-            for kind, counted in enumerate(self._calls[id(owner)]):
-                calls[kind, at] = counted.get(own, 0)
+        picked, calls = self._picked(flow, points, rows)
         metrics = summaries.flow_metrics(picked)
         metrics["forward_calls"], metrics["tracked_calls"] = calls
         if flow.depth:
@@ -148,6 +141,18 @@ class Snapshot:
         for alignment, traces in self._alignments:
             if alignment.flow is flow.flow and traces is not None:
                 out.add("branch_alignment", traces, alignment.labels)
+
+    def _picked(self, flow: FlowObserver, points: list[PointKey], rows: Array) -> tuple[Array, Array]:
+        """The rows of the points, and their calls: [2, points] forwards and those that could give gradient."""
+        picked = np.zeros((len(points), COLUMNS))
+        calls = np.full((2, len(points)), np.nan)
+        for at, key in enumerate(points):
+            owner, own = flow.source(key)
+            if (row := owner.rows.get(own)) is not None and row < len(rows):
+                picked[at] = rows[row]
+            for kind, counted in enumerate(self._calls[id(owner)]):
+                calls[kind, at] = counted.get(own, 0)
+        return picked, calls
 
     @staticmethod
     def _site(out: RecordBuilder, site: SiteObserver, parts: list[Array]) -> None:
@@ -213,7 +218,7 @@ def added(parts: list[Array], columns: int) -> Array:
 
 
 def _time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note: str) -> None:
-    """The flows through time of one fused recurrent layer: a flow per layer and direction, points in processing order."""
+    """The flows through time of a fused recurrent layer: one per layer and direction, points in processing order."""
     gradients, activations, counts = parts
     hidden = time._rnn.proj_size or time._rnn.hidden_size
     for row, name in enumerate(time.row_names()):

@@ -73,7 +73,7 @@ def real_features(states: Tensor) -> Tensor:
 
 
 def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Positions:
-    """Return all positions of x where B*T <= limit (then every statistic is exact), else about limit / 2 evenly spaced ones.
+    """Return all positions of x where B*T <= limit (statistics are then exact), else about limit / 2 of them, evenly.
 
     Args:
         x: hidden state, batch first; features at `axis`.
@@ -109,10 +109,10 @@ def is_host(x: Tensor) -> bool:
 def host_norm(x: Tensor) -> float:
     """Return the norm of a tensor on the host with the exactness of fp64 accumulation, in fp32 where that is enough."""
     if x.dtype == torch.float32 and x.numel() <= FP32_ENTRIES:
-        norm = torch.linalg.vector_norm(x).item()
+        norm = float(torch.linalg.vector_norm(x))
         if FP32_SAFE[0] < norm < FP32_SAFE[1]:
             return norm
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item()
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def head(x: Tensor, third: float) -> Sums:

@@ -85,7 +85,7 @@ def histogram_quantile(counts: Array, q: float) -> float:
     return float(_MIDDLES[low] * (1 - fraction) + _MIDDLES[high] * fraction)
 
 
-def parameter_metrics(values: Array, sampled: Array) -> dict[str, Array]:
+def parameter_metrics(values: Array, sampled: NDArray[np.bool_]) -> dict[str, Array]:
     """Metrics of the parameters from the rows [4, n]: norm, gradient norm, change and norm of the sampled entries.
 
     param_norm, param_grad_norm: NaN where not read (frozen, gradient None), inf where the tensor holds non-finite

@@ -44,7 +44,7 @@ SIGMOID_LIMIT = 1.0 / (1.0 + math.exp(-5.0))
 
 
 class UnitProbe:
-    """Counts of one module: per unit, in how many calls it was ever on; in all, how many values are saturated or zero."""
+    """Counts of one module: which units were ever on; of all values, how many are saturated or zero."""
 
     def __init__(self, label: str, kind: str) -> None:
         self.label, self.kind = label, kind
@@ -62,9 +62,8 @@ class UnitProbe:
         if sums is not None and self.sums is not None:
             self.sums = self.sums + sums
 
-
     def vector(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return [saturated or zero, size, counts per unit...] from what `take` gave; 0 where only units are counted."""
+        """Return [saturated or zero, size, on per unit...] from what `take` gave; 0, 0 where only units are counted."""
         return taken if self.kind in SUMMED else np.concatenate([[0.0, 0.0], taken])
 
 

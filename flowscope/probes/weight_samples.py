@@ -80,7 +80,7 @@ class WeightSamples:
         return _Plan(list(tensors), places, views, [view.numel() for view in views])
 
     def _view(self, tensor: Tensor) -> Tensor:
-        """The entries looked at: all, or evenly spaced runs of one cache line each (a tensor without a flat order: slices)."""
+        """The entries looked at: all, or evenly spaced runs of a cache line (slices, where there is no flat order)."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         count = real.numel()
         if not _dense(real):
@@ -93,7 +93,7 @@ class WeightSamples:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills one stretch of memory, in whatever order of its axes (a transposed weight, channels last)."""
+    """Whether a tensor fills one stretch of memory, whatever the order of its axes (transposed, channels last)."""
     span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.numel() == 0 or span == tensor.numel()
 
