@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from watch_models import IN, OUT, B, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
 
+import flowscope
+
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +271,40 @@ def test_steps_without_a_backward_and_batches_skipped_on_a_nan_loss() -> None:
     assert np.isnan(scope.records[0]["grad_norm"]).all()
     close_to(scope.records[2]["grad_norm"], expected)
     assert [a.kind for a in alerts] == ["non_finite"]  # the loss of the skipped batch is reported all the same
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Twice(1), Twice(2), Twice(1)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Twice(nn.Module):
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, stride, 1), nn.Conv2d(8, 8, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))))
+
+
+def test_states_of_other_sizes_have_no_cosine_even_where_as_many_positions_are_sampled() -> None:
+    torch.manual_seed(0)
+    model = Strided()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        # 16 * 256 and 16 * 64 positions: of both, 128 are sampled
+        model(torch.randn(16, 8, 16, 16)).sum().backward()
+        optimizer.step()
+    record = scope.records[0]
+    for metric in ("cosine", "cosine_p05", "cosine_p95", "branch_share"):
+        np.testing.assert_array_equal(np.isnan(record[metric]), [False, True, False])
+    np.testing.assert_array_equal(np.isnan(record["cosine_to_input"]), [False, False, True, True])
+    assert "cosine_matrix" not in record
+    assert np.isfinite(record["gradient_product"][1:]).all()

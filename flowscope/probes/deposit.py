@@ -137,7 +137,7 @@ class FlowObserver:
             self._observe_entry(x, late, tracked=tracked, recomputing=recomputing)
 
     def _begins(self, args: Any, kwargs: Any, *, recomputing: bool) -> tuple[bool, int | None]:
-        """Whether a call of the first block begins the flow (a loop's later calls do not); the block, if later shows."""
+        """Whether a call of the first block begins the flow (a loop's later calls do not); None: shown later."""
         first = self.flow.outputs.index(str(self.flow.entry)) if self.flow.entry in self.flow.outputs else 0
         if recomputing:
             if len(self._untracked.get(first, ())) > 1:
@@ -285,9 +285,7 @@ class FlowObserver:
             origin = self._origin if key[0] != ENTRY else positions
             if origin is None and self.flow.entry is None:
                 origin = positions
-            width = positions.values.shape
-            before = before if before is not None and before.values.shape == width else None
-            origin = origin if origin is not None and origin.values.shape == width else None
+            before, origin = positions.alike(before), positions.alike(origin)
             return (head, statistics.depth_statistics(before, positions, origin)), positions
 
     # -- slow probes' material --------------------------------------------------------------------------------------

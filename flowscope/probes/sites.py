@@ -164,8 +164,7 @@ class SiteObserver:
             self._origin = now
         before = self._previous[1] if self._previous is not None and self._previous[0] == k - 1 else None
         self._previous = (k, now)
-        same = [p if p is not None and p.values.shape == now.values.shape else None for p in (before, self._origin)]
-        return statistics.depth_statistics(same[0], now, same[1])
+        return statistics.depth_statistics(now.alike(before), now, now.alike(self._origin))
 
     def _deposit(self, row: tuple[int, Kind], start: int, values: Sums, gradient: Tensor) -> None:
         del gradient

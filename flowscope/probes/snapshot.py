@@ -134,7 +134,7 @@ class Snapshot:
             metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
         for name, values in metrics.items():
             out.add(name, values, labels if len(values) == len(points) else labels[1:])
-        self._slow(out, flow, points, labels, host)
+        self._slow(out, flow, points, labels, host, picked)
         for site, where in self._sites:
             if site.flow == flow.flow.name:
                 self._observation.faults.guard(site.part, self._site, out, site, host[where])
@@ -160,7 +160,13 @@ class Snapshot:
             out.add(name, values, labels)
 
     def _slow(
-        self, out: RecordBuilder, flow: FlowObserver, points: list[PointKey], labels: list[str], host: list[Array]
+        self,
+        out: RecordBuilder,
+        flow: FlowObserver,
+        points: list[PointKey],
+        labels: list[str],
+        host: list[Array],
+        picked: Array,
     ) -> None:
         grams, slices = self._grams[id(flow)], self._slices[id(flow)]
         if grams:
@@ -171,7 +177,10 @@ class Snapshot:
             out.add("effective_rank", np.array(ranks), labels)
         shown = [(key, label) for key, label in zip(points, labels, strict=True) if key in slices]
         units = [host[slices[key]][0] for key, _ in shown]
-        if len(units) > 1 and len({u.shape for u in units}) == 1:
+        held = np.array([key in slices for key in points], dtype=bool)
+        # states of another size (after a stride) have other positions: no cosine between them
+        sizes = np.round(picked[held, ELEMENTS] / picked[held, BACKWARDS])
+        if len(units) > 1 and len({u.shape for u in units}) == 1 and len(set(sizes.tolist())) == 1:
             matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
             out.add("cosine_matrix", matrix, [label for _, label in shown])
 

@@ -40,11 +40,18 @@ class Positions:
         values: [N, D] fp32, detached, N = sequences * tokens.
         norm: [N] their norms.
         sequences: how many sequences the N positions come from; 0 where the activation has no token axis.
+        extent: (B, T) of the whole state: in a state of another extent (after a stride), position n is another place.
     """
 
     values: Tensor
     norm: Tensor
     sequences: int
+    extent: tuple[int, int]
+
+    def alike(self, other: Positions | None) -> Positions | None:
+        """Return `other` where its positions are the same places and as wide, else None."""
+        same = other is not None and other.extent == self.extent and other.values.shape == self.values.shape
+        return other if same else None
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -90,7 +97,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
     # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
     values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])
-    return Positions(values, torch.linalg.vecdot(values, values).sqrt(), sequences)
+    return Positions(values, torch.linalg.vecdot(values, values).sqrt(), sequences, (batch, tokens))
 
 
 Sums = Tensor | NDArray[np.float64] | tuple[float, ...]
