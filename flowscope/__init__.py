@@ -11,6 +11,7 @@
     is_wrapped          whether a model is wrapped; connections(model) lists (path, connection)
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
+    gate_profile        gates by depth over a loader; keep_gates(model) fills gate_value
     param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
     plot                matplotlib figures of records
     jacobian_spectrum   singular values of the Jacobian of the last hidden state by the first
@@ -31,10 +32,11 @@ from flowscope.errors import FlowscopeError
 
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig
-    from flowscope.connections.training import clip_grad_norm_, param_groups, warmup_steps
-    from flowscope.connections.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.discovery.flows import find_flows
     from flowscope.discovery.sites import find_sites
+    from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
+    from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
+    from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.probes.jacobian import jacobian_spectrum
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
@@ -42,14 +44,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "watch": "flowscope.scope",
     "Scope": "flowscope.scope",
-    "wrap": "flowscope.connections.wrapping",
-    "unwrap": "flowscope.connections.wrapping",
-    "is_wrapped": "flowscope.connections.wrapping",
-    "connections": "flowscope.connections.wrapping",
+    "wrap": "flowscope.merging.wrapping",
+    "unwrap": "flowscope.merging.wrapping",
+    "is_wrapped": "flowscope.merging.wrapping",
+    "connections": "flowscope.merging.wrapping",
     "find_sites": "flowscope.discovery.sites",
-    "param_groups": "flowscope.connections.training",
-    "warmup_steps": "flowscope.connections.training",
-    "clip_grad_norm_": "flowscope.connections.training",
+    "gate_profile": "flowscope.merging.profile",
+    "keep_gates": "flowscope.merging.profile",
+    "GateProfile": "flowscope.merging.profile",
+    "param_groups": "flowscope.merging.training",
+    "warmup_steps": "flowscope.merging.training",
+    "clip_grad_norm_": "flowscope.merging.training",
     "find_flows": "flowscope.discovery.flows",
     "jacobian_spectrum": "flowscope.probes.jacobian",
     "WatchConfig": "flowscope.config",
@@ -60,6 +65,7 @@ _HOMES = {
 __all__ = [
     "Alert",
     "FlowscopeError",
+    "GateProfile",
     "Record",
     "Scope",
     "WatchConfig",
@@ -68,8 +74,10 @@ __all__ = [
     "connections",
     "find_flows",
     "find_sites",
+    "gate_profile",
     "is_wrapped",
     "jacobian_spectrum",
+    "keep_gates",
     "param_groups",
     "unwrap",
     "warmup_steps",

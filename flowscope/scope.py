@@ -20,11 +20,11 @@ from flowscope.arguments import (
     step_number,
 )
 from flowscope.config import WatchConfig, make_config
-from flowscope.connections.wrapping import connections
 from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
+from flowscope.merging.wrapping import connections
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation

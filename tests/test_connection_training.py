@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.modes import make_connection
-from flowscope.connections.training import clip_grad_norm_, param_groups, warmup_steps
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.modes import make_connection
+from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
 
 D = 8
 

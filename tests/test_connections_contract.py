@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import Connection, ConnectionContext
-from flowscope.connections.modes import make_connection, preserves_output
-from flowscope.connections.options import MODES, mode_name, parse_options
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, ConnectionContext
+from flowscope.merging.modes import make_connection, preserves_output
+from flowscope.merging.options import MODES, mode_name, parse_options
 
 # torch's own code: forward-mode AD scripts its decompositions on first use, dynamo makes an instance of a Function
 pytestmark = [

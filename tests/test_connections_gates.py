@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.modes import make_connection
-from flowscope.connections.options import parse_options
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.modes import make_connection
+from flowscope.merging.options import parse_options
 
 B, T, D = 3, 5, 8
 

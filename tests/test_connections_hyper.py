@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.hyper import DynamicSite, StaticSite
-from flowscope.connections.modes import make_connection
-from flowscope.connections.options import parse_options
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.hyper import DynamicSite, StaticSite
+from flowscope.merging.modes import make_connection
+from flowscope.merging.options import parse_options
 
 B, T, D, N = 3, 5, 8, 4
 

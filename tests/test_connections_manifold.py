@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.manifold import sinkhorn
-from flowscope.connections.modes import make_connection
-from flowscope.connections.options import parse_options
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.manifold import sinkhorn
+from flowscope.merging.modes import make_connection
+from flowscope.merging.options import parse_options
 
 # torch's own code: forward-mode AD scripts its decompositions on first use, dynamo makes an instance of a Function
 pytestmark = [

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.modes import make_connection
-from flowscope.connections.options import parse_options
-from flowscope.connections.postln import deepnorm_constants, deepnorm_init_, deepnorm_weights
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.modes import make_connection
+from flowscope.merging.options import parse_options
+from flowscope.merging.postln import deepnorm_constants, deepnorm_init_, deepnorm_weights
 
 B, T, D, BLOCKS = 3, 5, 8, 3
 L = 2 * BLOCKS

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flowscope
 from flowscope.discovery.flows import Flow, FlowPlan, display_path, find_flows
 from flowscope.errors import FlowscopeError
 
@@ -614,3 +615,30 @@ def test_nothing_is_changed_or_drawn() -> None:
 
 def test_deep_models_are_quick_to_read() -> None:
     assert len(find_flows(Transformer(nn.ModuleList(Block(4, 4) for _ in range(1024))))[0].outputs) == 1024
+
+
+def test_what_wrap_added_is_no_flow() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc1, self.fc2 = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc2(torch.relu(self.fc1(self.norm(x))))
+
+    class Universal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks, self.head = nn.Linear(4, 6), nn.ModuleList([Block()]), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for _ in range(3):
+                x = self.blocks[0](x)
+            return self.head(x)
+
+    model = Universal()
+    plain = find_flows(model)
+    assert shape(plain) == [("blocks", "blocks", 1)]
+    flowscope.wrap(model, mode="keel", example_inputs=torch.randn(3, 4))
+    assert find_flows(model).flows == plain.flows

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from wrap_models import B, D, T
 
 import flowscope
-from flowscope.connections.profile import GateProfile, gate_profile, keep_gates
 from flowscope.errors import FlowscopeError
+from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
 
 
 class Keyed(nn.Module):

@@ -14,7 +14,7 @@ THIRD_PARTIES = ("torch", "tensorboard", "lightning", "transformers", "accelerat
 
 ANY = {"numpy", "pydantic", "scipy"}
 PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "_version")}
-WRAPPING = {"flowscope.discovery", "flowscope.connections"}
+WRAPPING = {"flowscope.discovery", "flowscope.merging"}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
@@ -27,8 +27,8 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.probes.statistics", {"torch", "numpy"}),
     ("flowscope.probes", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}),
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
-    ("flowscope.connections.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
-    ("flowscope.connections", ANY | PLAIN | {"torch"} | WRAPPING),
+    ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
+    ("flowscope.merging", ANY | PLAIN | {"torch"} | WRAPPING),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
     ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
     ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),

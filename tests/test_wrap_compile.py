@@ -11,8 +11,8 @@ import wrap_models as models
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowscope.connections.weaving import WovenBlock
-from flowscope.connections.wrapping import connections, wrap
+from flowscope.merging.weaving import WovenBlock
+from flowscope.merging.wrapping import connections, wrap
 
 
 class Checkpointed(models.Stack):

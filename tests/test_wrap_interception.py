@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from wrap_models import D, T
 
-from flowscope.connections import wrapping
-from flowscope.connections.connection import Connection, State
-from flowscope.connections.weaving import WovenBlock
-from flowscope.connections.wrapping import connections, unwrap, wrap
 from flowscope.errors import FlowscopeError
+from flowscope.merging import wrapping
+from flowscope.merging.connection import Connection, State
+from flowscope.merging.weaving import WovenBlock
+from flowscope.merging.wrapping import connections, unwrap, wrap
 
 CARRY, BRANCH = (0.5, 0.75), (3.0, 1.25)
 

@@ -15,8 +15,8 @@ import wrap_models as models
 from torch import nn
 from wrap_models import D
 
-from flowscope.connections.wrapping import connections, is_wrapped, unwrap, wrap
 from flowscope.errors import FlowscopeError
+from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
 
 PRESERVING = [
     ("residual", {}),

@@ -30,8 +30,11 @@ def join(path: str, name: str) -> str:
 
 
 def children(module: nn.Module) -> Iterator[Named]:
-    """Children in registration order; a module registered twice comes twice (`named_children` drops repeats)."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)
+    """Children in registration order; a module registered twice comes twice (`named_children` drops repeats).
+
+    What `wrap` added is no part of the user's model.
+    """
+    return ((name, child) for name, child in module._modules.items() if child is not None and not is_ours(child))
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -64,6 +67,11 @@ def signature(module: nn.Module) -> tuple[object, ...]:
         (name, None if isinstance(p, UninitializedParameter) else tuple(p.shape))
         for name, p in module.named_parameters(remove_duplicate=False)
     )
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether `wrap` added this module."""
+    return bool(getattr(type(module), "is_flowscope_connection", False))
 
 
 def is_norm(module: nn.Module) -> bool:

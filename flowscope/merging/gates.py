@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowscope.connections.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.connections.options import HighwayOptions, KeelOptions
+from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
+from flowscope.merging.options import HighwayOptions, KeelOptions
 
 
 class Gate(nn.Module):

@@ -33,8 +33,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.options import ModeOptions
 from flowscope.errors import FlowscopeError
+from flowscope.merging.options import ModeOptions
 
 State = Tensor | tuple[Tensor, ...] | None
 NormKind = Literal["pre", "post", "none"]
@@ -121,6 +121,7 @@ class Connection(nn.Module):
             (f) at every site; more by mode, named in its class.
     """
 
+    is_flowscope_connection = True
     mode = "residual"
     streams: int = 0
     observer: Callable[[int, str, Tensor], None] | None = None

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.options import ManifoldOptions
-from flowscope.connections.projection import project_normalised
-from flowscope.connections.streams import Coefficients, StreamConnection
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.options import ManifoldOptions
+from flowscope.merging.projection import project_normalised
+from flowscope.merging.streams import Coefficients, StreamConnection
 
 _EPS = 1e-20  # the paper's
 _HOT = 0.94  # first read of its own stream; the others share the rest (a uniform read is a saddle: nothing learns)

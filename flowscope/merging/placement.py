@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flowscope.connections.connection import ConnectionContext, NormKind
-from flowscope.connections.interception import BlockRule
 from flowscope.discovery.sites import BlockSites, SitePlan
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import ConnectionContext, NormKind
+from flowscope.merging.interception import BlockRule
 
 
 def servable(plan: SitePlan, mode: str, streams: int) -> SitePlan:

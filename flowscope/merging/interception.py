@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from flowscope.connections.connection import Connection, State
 from flowscope.discovery.tracing import ADDS, CASTS, SiteRule
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, State
 
 
 class BlockRule(NamedTuple):

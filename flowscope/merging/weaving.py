@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowscope.connections.connection import Connection, ConnectionContext
-from flowscope.connections.interception import BlockRule, run_block, run_child
-from flowscope.connections.options import ModeOptions
 from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, ConnectionContext
+from flowscope.merging.interception import BlockRule, run_block, run_child
+from flowscope.merging.options import ModeOptions
 
 logger = logging.getLogger("flowscope")
 

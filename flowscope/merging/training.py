@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import Connection
-from flowscope.connections.options import mode_name
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection
+from flowscope.merging.options import mode_name
 
 # The articles say 30-50 % longer; where in that range is ours: the more a connection generates, the longer.
 _WARMUP = {"shc": 1.3, "keel": 1.4, "keel-postln": 1.4, "highway": 1.4, "dhc": 1.5, "mhc": 1.5}

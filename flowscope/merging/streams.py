@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.connections.options import ModeOptions
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
+from flowscope.merging.options import ModeOptions
 
 Coefficients = tuple[Tensor, Tensor, Tensor]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowscope.connections.connection import Connection, ConnectionContext
-from flowscope.connections.gates import HighwayConnection, KeelConnection
-from flowscope.connections.hyper import HyperConnection, StaticHyperConnection
-from flowscope.connections.manifold import ManifoldConnection
-from flowscope.connections.options import MODES, ModeOptions, mode_name, parse_options
-from flowscope.connections.postln import DeepNormConnection, KeelPostLNConnection
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, ConnectionContext
+from flowscope.merging.gates import HighwayConnection, KeelConnection
+from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
+from flowscope.merging.manifold import ManifoldConnection
+from flowscope.merging.options import MODES, ModeOptions, mode_name, parse_options
+from flowscope.merging.postln import DeepNormConnection, KeelPostLNConnection
 
 _CLASSES: dict[str, Any] = {
     connection.mode: connection

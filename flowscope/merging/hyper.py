@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import ConnectionContext
-from flowscope.connections.options import HyperOptions, StaticHyperOptions
-from flowscope.connections.projection import project_normalised
-from flowscope.connections.streams import Coefficients, StreamConnection
+from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.options import HyperOptions, StaticHyperOptions
+from flowscope.merging.projection import project_normalised
+from flowscope.merging.streams import Coefficients, StreamConnection
 
 _EPS = 1e-5
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowscope.connections.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.connections.options import DeepNormOptions, KeelPostLNOptions
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
+from flowscope.merging.options import DeepNormOptions, KeelPostLNOptions
 
 _EPS = 1e-6
 _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer stay Pre-LN

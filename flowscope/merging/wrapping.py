@@ -15,16 +15,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flowscope.connections.connection import Connection
-from flowscope.connections.modes import make_connection, preserves_output
-from flowscope.connections.options import ModeOptions, mode_name, parse_options
-from flowscope.connections.placement import block_rule, contexts, servable
-from flowscope.connections.postln import deepnorm_init_
-from flowscope.connections.stream_outputs import ReduceHiddenStates
-from flowscope.connections.verification import BlockRan, FirstForward, check_run, difference
-from flowscope.connections.weaving import Notice, Recipe, WovenBlock, unweave, weave
 from flowscope.discovery.sites import SitePlan, plan_sites, uncompiled
 from flowscope.errors import FlowscopeError
+from flowscope.merging.connection import Connection
+from flowscope.merging.modes import make_connection, preserves_output
+from flowscope.merging.options import ModeOptions, mode_name, parse_options
+from flowscope.merging.placement import block_rule, contexts, servable
+from flowscope.merging.postln import deepnorm_init_
+from flowscope.merging.stream_outputs import ReduceHiddenStates
+from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference
+from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
 
 logger = logging.getLogger("flowscope")
 

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flowscope.connections.gates import GatedConnection
 from flowscope.discovery.example_inputs import as_call
 from flowscope.errors import FlowscopeError
+from flowscope.merging.gates import GatedConnection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
