@@ -36,17 +36,21 @@ class BlockRule(NamedTuple):
 
 
 class BlockCall:
-    """The state of one call of a block."""
+    """The state of one call of a block.
+
+    What changes during the call is in lists: torch.compile forgets attributes that are written after a tensor hook was
+    registered, as `watch` does at the sites (torch 2.13, `SideEffectsProxyDict`), but not what is in a list.
+    """
 
     def __init__(self, connection: Connection, rule: BlockRule) -> None:
         self.connection = connection
         self.rule = rule
         self.rules = rule.rules
         self.gradient = torch.is_grad_enabled()
-        self.state: State = None
+        self.state: list[State] = [None]
         self.shape: torch.Size | None = None
-        self.fired = 0
-        self.seen = 0
+        self.fired = [0]
+        self.seen = [0]
 
     def meet(self, site: int, state: State, func: Any, left: Tensor, right: Tensor, alpha: Any) -> Tensor:
         """Answer the add at a site."""
@@ -62,8 +66,8 @@ class BlockCall:
         here = x.shape
         if self.shape is not None and len(here) != len(self.shape):  # the block flattened its positions
             x, f = x.reshape(self.shape), f.reshape(self.shape)
-        y, self.state = self.connection.merge(site, state, x, f)
-        self.fired += 1
+        y, self.state[0] = self.connection.merge(site, state, x, f)
+        self.fired[0] += 1
         if y.dim() != len(here):
             y = y.reshape(here)
         return left.copy_(y) if statement else y
@@ -87,7 +91,7 @@ class Carry(Tensor):
                 if carry.touched == call.rules[carry.site].touch:
                     alpha = kwargs.get("alpha") if kwargs else None
                     y = call.meet(carry.site, carry.state, func, plain(args[0]), plain(args[1]), alpha)
-                    return tag(y, call, carry.site + 1, call.state)
+                    return tag(y, call, carry.site + 1, call.state[0])
                 carry.touched += 1  # an add that is no site (x + positions)
         elif func in CASTS and type(args[0]) is Carry:
             carry = args[0]
@@ -137,10 +141,10 @@ class SiteMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = self.call
         if func in ADDS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-            call.seen += 1
-            site = call.fired
-            if site < len(call.rules) and call.seen - 1 == call.rules[site].visible:
-                return call.meet(site, call.state, func, args[0], args[1], kwargs.get("alpha") if kwargs else None)
+            call.seen[0] += 1
+            site = call.fired[0]
+            if site < len(call.rules) and call.seen[0] - 1 == call.rules[site].visible:
+                return call.meet(site, call.state[0], func, args[0], args[1], kwargs.get("alpha") if kwargs else None)
         return func(*args, **(kwargs or {}))
 
 
@@ -154,10 +158,10 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
         refuse_shape(rule, x)
     call = BlockCall(connection, rule)
     if not rule.deferred:
-        x, call.state = connection.begin(x)
+        x, call.state[0] = connection.begin(x)
         call.shape = x.shape
     tagged = rule.taggable and type(x) is Tensor
-    carried = tag(x, call, 0, call.state) if tagged else x
+    carried = tag(x, call, 0, call.state[0]) if tagged else x
     if named:
         kwargs = {**kwargs, rule.name: carried}
     else:
@@ -167,7 +171,7 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     else:
         with SiteMode(call):
             output = forward(block, *args, **kwargs)
-    if call.fired != len(rule.rules):
+    if call.fired[0] != len(rule.rules):
         refuse_missed(rule, call)
     return leave(output, rule.output, call)
 
@@ -175,25 +179,25 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
 def leave(output: Any, place: int | str | None, call: BlockCall) -> Any:
     """Return a block's output without tags, its carry as the connection hands it on."""
     if place is None:
-        return call.connection.end(plain(output), call.state)
+        return call.connection.end(plain(output), call.state[0])
     if isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
-        return call.connection.end(plain(output), call.state)
+        return call.connection.end(plain(output), call.state[0])
     if isinstance(output, dict):
         for key in output:
             output[key] = plain(output[key])
-        output[place] = call.connection.end(output[place], call.state)
+        output[place] = call.connection.end(output[place], call.state[0])
         return output
     items = [plain(item) for item in output]
-    items[place] = call.connection.end(items[place], call.state)  # type: ignore[index]
+    items[place] = call.connection.end(items[place], call.state[0])  # type: ignore[index]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def refuse_missed(rule: BlockRule, call: BlockCall) -> None:
     """Raise: a promised site did not fire."""
     raise FlowscopeError(
-        f"{rule.path}: {call.fired} of {len(rule.rules)} merge sites fired in this forward; the block adds elsewhere "
-        "than in the trace (another path for training, other arguments, a fused kernel). Pass example_inputs that "
-        "take the path you train, or leave the block out with where=."
+        f"{rule.path}: {call.fired[0]} of {len(rule.rules)} merge sites fired in this forward; the block adds "
+        "elsewhere than in the trace (another path for training, other arguments, a fused kernel). Pass "
+        "example_inputs that take the path you train, or leave the block out with where=."
     )
 
 
@@ -214,7 +218,7 @@ def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     depth = torch._C._len_torch_function_stack()
     mode = torch._C._get_function_stack_at(depth - 1) if depth else None
     if type(mode) is SiteMode:
-        if carries == "norm" and bypassed(mode.call, mode.call.fired):
+        if carries == "norm" and bypassed(mode.call, mode.call.fired[0]):
             return args[0] if args else next(iter(kwargs.values()))
         with _pop_mode_temporarily():
             return forward(child, *args, **kwargs)

@@ -125,11 +125,7 @@ class SiteObserver:
         if sums is None:
             return
         kind, start, values = sums
-        if is_compiling():
-            # a block's add is answered inside __torch_function__, where dynamo traces no register_hook
-            self._deposit((k, kind), start, values, tensor)
-        else:
-            self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
+        self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
 
     def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Sums] | None:
         _, connection, _ = self.owners[k]
