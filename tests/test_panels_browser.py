@@ -88,7 +88,7 @@ def test_changing_metric_flow_scale_and_run(opened: tuple[Watched, Any]) -> None
     panels.locator("#metric").select_option("gradient_product")
     panels.locator("#flow").select_option("dec")
     panels.locator("figcaption", has_text="a · dec").wait_for()
-    assert hover(panels, "a · dec", 1, 4, 5) == [DECODER[1], "step 15", "not seen"]
+    assert hover(panels, "a · dec", 1, 4, 5) == [DECODER[1], "step 15", "not seen or NaN"]
     assert hover(panels, "a · dec", 3, 4, 5) == [DECODER[3], "step 15", "32"]
     assert panels.locator(".colour-bar .not-seen").is_visible()
     before = panels.locator(".picture .shades span").all_inner_texts()
@@ -110,7 +110,17 @@ def test_an_alert_leads_to_its_layer_and_step(opened: tuple[Watched, Any]) -> No
     readout = panels.locator(".heat .readout:visible > *")
     readout.first.wait_for()
     # row 2 at step 5: 3 * 10**-2 / 6
-    assert readout.all_inner_texts() == [EVIL, "step 5", "0.005"]
+    # the column of step 5 begins at 10**-4 / 6 and ends at 5 / 6
+    ends = "over depth at this step: 1.667e-5 (enc:input) to 0.8333 (enc.3)"
+    assert readout.all_inner_texts() == [EVIL, "step 5", "0.005", ends]
+    assert panels.locator(".mark.error").get_attribute("title").endswith("least: 1.667e-5 at enc:input")
+    # from row 2 up to row 0: centres of rows, in heights of the picture
+    reach, picture = panels.locator(".reach.up").bounding_box(), panels.locator(".heat canvas").first.bounding_box()
+    assert reach["y"] - picture["y"] == pytest.approx(0.1 * picture["height"], abs=1)
+    assert reach["height"] == pytest.approx(0.4 * picture["height"], abs=1)
+    card = panels.locator(".verdict.error").inner_text()
+    assert "First representation_collapse at enc.3 (step 2), then vanishing_gradient" in card
+    assert "What to do: pre-norm, or wrap" in card
     assert panels.locator(".chip").all_inner_texts() == ["first (0)", "5", "last (15)"]
     assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "step 5, stands"]
 
@@ -147,7 +157,7 @@ def test_a_hostile_name_is_text(opened: tuple[Watched, Any]) -> None:
     assert hover(panels, "a · enc", 2, 5, 0)[0] == EVIL
     assert panels.locator("img").count() == 0
     panels.locator(".alert button", has_text="representation_collapse").click()
-    assert f"copies at {EVIL}" in panels.locator(".detail").inner_text()
+    assert f"copies at {EVIL}" in panels.locator(".detail").text_content()
     panels.locator("summary").first.click()
     assert "</script><b>bold</b>" in panels.locator(".about").first.inner_text()
 

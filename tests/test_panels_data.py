@@ -138,12 +138,15 @@ def test_an_alert_without_any_picture() -> None:
 
 def test_the_verdict_names_the_worst_that_stands() -> None:
     info = Alert("no_gradient", "info", "", 1, 0.0, 0.0, "m", "a")
-    warning = Alert("token_collapse", "warning", "enc.0", 2, 1.0, 0.9, "m", "a", flow="enc")
+    warning = Alert("token_collapse", "warning", "enc.0", 2, 1.0, 0.9, "all tokens are one", "warm up", flow="enc")
     run = view(info, warning)
     spans = overview.alert_spans(run)
     assert overview.verdict(run, spans) == {
         "severity": "warning",
         "text": "token_collapse at enc.0 since step 2 (+1 more)",
+        "message": "all tokens are one",
+        "advice": "warm up",
+        "story": "First no_gradient (step 1), then token_collapse at enc.0 (step 2).",
     }
     assert overview.verdict(run, []) == {"severity": "ok", "text": "no alert"}
     assert overview.verdict(run, [{**spans[0], "resolved": 4}]) == {"severity": "ok", "text": "no alert stands"}
@@ -154,9 +157,24 @@ def test_facts_leave_out_what_was_not_seen() -> None:
     run = view()
     run.products = {"gradient_product": np.array([NAN, 0.25, 0.0, 4.0, 1.0]), "gradient_product@dec": np.full(4, NAN)}
     assert overview.facts(run) == [
-        f"enc: at step 20 the gradient at the input is 0.25 of that at the last of 5 points; least 0 at {EVIL}.",
-        "dec: no gradient was seen in the last record.",
+        f"enc: at step 20 the gradient at enc.0 is 0.25 times that at enc.3; least 0 at {EVIL}.",
+        "dec: the last record has no finite gradient.",
     ]
+    # the stack's input may be data, which asks for no gradient; a gap behind it is worth a word
+    run.products = {"gradient_product": np.array([NAN, NAN, 0.5, 0.75, 1.0])}
+    assert overview.facts(run) == [
+        f"enc: at step 20 the gradient at {EVIL} is 0.5 times that at enc.3; least 0.5 at {EVIL}. Before {EVIL} no "
+        "finite gradient was seen."
+    ]
+    run.products = {f"gradient_product@{i}": np.ones(3) for i in range(overview.FACTS + 2)}
+    assert overview.facts(run)[-1] == "and 2 more flows"
+
+
+def test_the_story_begins_with_what_came_first() -> None:
+    late, early = ({"kind": kind, "where": "", "step": step} for kind, step in (("non_finite", 9), ("dead_units", 3)))
+    assert overview._story([late]) == {}
+    assert overview._story([late, early]) == {"story": "First dead_units (step 3), then non_finite (step 9)."}
+    assert overview._story([late] * 7)["story"].endswith(", then 3 more.")
 
 
 def test_every_documented_metric_is_in_the_catalogue() -> None:

@@ -57,14 +57,20 @@ def test_the_overview_of_a_real_tensorboard(server: str) -> None:
         {"name": "dec", "kind": "blocks", "points": 4},
     ]
     assert a["last_step"] == 15
-    assert a["verdict"] == {"severity": "error", "text": f"vanishing_gradient at {EVIL} since step 5"}
+    assert a["verdict"] == {
+        "severity": "error",
+        "text": f"vanishing_gradient at {EVIL} since step 5",
+        "message": "the gradient is gone",
+        "advice": "pre-norm, or wrap",
+        "story": f"First representation_collapse at enc.3 (step 2), then vanishing_gradient at {EVIL} (step 5).",
+    }
     assert [(alert["kind"], alert["step"], alert["resolved"]) for alert in a["alerts"]] == [
         ("representation_collapse", 2, 10),
         ("vanishing_gradient", 5, None),
     ]
     assert (a["alerts"][1]["key"], a["alerts"][1]["row"]) == ("gradient_product", 2)
     # 1e-4 / 16 at the input of the encoder
-    assert a["facts"][0].startswith("enc: at step 15 the gradient at the input is 6.25e-06 of that at the last of 5")
+    assert a["facts"][0].startswith("enc: at step 15 the gradient at enc:input is 6.25e-06 times that at enc.3")
     assert c["verdict"] == {"severity": "ok", "text": "no alert"}
     assert (a["notices"], c["notices"]) == ([], [])
     assert a["loss"] == {"steps": list(STEPS), "values": [3, 2.9, 2.8, 2.5, 2, 1.5]}

@@ -170,6 +170,9 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
 }
 """Alert kind -> the metrics that show it, best first."""
 
+EXTREME = {"vanishing_gradient": "least", "exploding_gradient": "largest"}
+"""Alert kind -> the end of the profile that its message speaks of; `where` is the block that does most to get there."""
+
 _BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flowscope.panels.catalogue import SHOWN_BY, present
+from flowscope.panels.catalogue import EXTREME, SHOWN_BY, present
 from flowscope.panels.series import Array, strict
 from flowscope.records import Alert, RunHeader, metric_key, split_key
 
 _RANK = {"error": 3, "warning": 2, "info": 1}
+STORY, FACTS = 4, 5
+"""How many alerts the story and how many flows the facts name."""
 
 
 @dataclass
@@ -94,7 +96,8 @@ def alert_spans(run: RunView) -> list[dict[str, Any]]:
             continue
         data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
         key, row = place(run, alert)
-        standing[cause] = {**data, "since": alert.since, "flow": alert.flow, "resolved": None, "key": key, "row": row}
+        found = {"key": key, "row": row, "extreme": EXTREME.get(alert.kind)}
+        standing[cause] = {**data, "since": alert.since, "flow": alert.flow, "resolved": None, **found}
         spans.append(standing[cause])
     return spans
 
@@ -126,34 +129,60 @@ def _row(labels: Sequence[str], where: str) -> int | None:
 
 
 def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The state of the run in a few words, and its severity: "none" without records, "ok", or the worst that stands."""
+    """The state of the run in a few words.
+
+    Returns:
+        `severity` ("none" without records, "ok", or the worst that stands) and `text`; where an alert stands also its
+        `message` and `advice`; where several were raised, in `story` which came first.
+    """
     if run.last_step is None and not spans:
         return {"severity": "none", "text": "no record yet"}
     standing = [span for span in spans if span["resolved"] is None]
+    story = _story(spans)
     if not standing:
-        return {"severity": "ok", "text": "no alert stands" if spans else "no alert"}
+        return {"severity": "ok", "text": "no alert stands" if spans else "no alert", **story}
     worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
     rest = len(standing) - 1
     more = f" (+{rest} more)" if rest else ""
-    at = f" at {worst['where']}" if worst["where"] else ""
-    return {"severity": worst["severity"], "text": f"{worst['kind']}{at} since step {worst['step']}{more}"}
+    text = f"{worst['kind']}{_at(worst)} since step {worst['step']}{more}"
+    said = {"message": worst["message"], "advice": worst["advice"]}
+    return {"severity": worst["severity"], "text": text, **said, **story}
+
+
+def _story(spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What came first: the order tells causes from consequences better than the severity does."""
+    if len(spans) < 2:
+        return {}
+    in_order = sorted(spans, key=lambda span: int(span["step"]))
+    parts = [f"{span['kind']}{_at(span)} (step {span['step']})" for span in in_order[:STORY]]
+    rest = f", then {len(spans) - STORY} more" if len(spans) > STORY else ""
+    return {"story": f"First {', then '.join(parts)}{rest}."}
+
+
+def _at(span: Mapping[str, Any]) -> str:
+    return f" at {span['where']}" if span["where"] else ""
 
 
 def facts(run: RunView) -> list[str]:
     """One sentence a flow on how much gradient arrives, from the last record."""
-    sentences = []
-    for key, product in run.products.items():
-        seen = np.flatnonzero(np.isfinite(product))
-        _, flow = split_key(key)
-        name = flow or (run.header.flows[0].name if run.header and run.header.flows else "the network")
-        if not len(seen):
-            sentences.append(f"{name}: no gradient was seen in the last record.")
-            continue
-        labels = run.labels.get(key, ())
-        low = int(seen[product[seen].argmin()])
-        where = labels[low] if low < len(labels) else f"row {low}"
-        sentences.append(
-            f"{name}: at step {run.last_step} the gradient at the input is {product[seen[0]]:.3g} of that at the last "
-            f"of {len(product)} points; least {product[low]:.3g} at {where}."
-        )
-    return sentences
+    sentences = [_fact(run, key, product) for key, product in run.products.items()]
+    rest = len(sentences) - FACTS
+    return sentences if rest <= 1 else [*sentences[:FACTS], f"and {rest} more flows"]
+
+
+def _fact(run: RunView, key: str, product: Array) -> str:
+    _, flow = split_key(key)
+    name = flow or (run.header.flows[0].name if run.header and run.header.flows else "the network")
+    labels = run.labels.get(key, ())
+    named = [labels[i] if i < len(labels) else f"row {i}" for i in range(len(product))]
+    seen = np.flatnonzero(np.isfinite(product))
+    if not len(seen):
+        return f"{name}: the last record has no finite gradient."
+    first, low = int(seen[0]), int(seen[product[seen].argmin()])
+    words = (
+        f"{name}: at step {run.last_step} the gradient at {named[first]} is {product[first]:.3g} times that at "
+        f"{named[-1]}; least {product[low]:.3g} at {named[low]}."
+    )
+    if first == 0 or (first == 1 and named[0].endswith(":input")):
+        return words  # data at the input of the stack asks for no gradient
+    return f"{words} Before {named[first]} no finite gradient was seen."

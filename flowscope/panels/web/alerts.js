@@ -18,6 +18,9 @@ export function verdicts(runs, colourOf) {
         run.last_step !== null && el("small", {}, `step ${run.last_step}`),
       ),
       el("p", { class: "state" }, el("span", { class: "sign", "aria-hidden": "true" }, SIGNS[run.verdict.severity]), ` ${run.verdict.text}`),
+      run.verdict.story && el("p", { class: "story" }, run.verdict.story),
+      run.verdict.message && el("p", { class: "message" }, run.verdict.message),
+      run.verdict.advice && el("p", {}, el("b", {}, "What to do: "), run.verdict.advice),
       run.facts.map((fact) => el("p", { class: "fact" }, fact)),
       run.notices.length > 0 && el("ul", { class: "notices" }, ...run.notices.map((notice) => el("li", {}, notice))),
     );
@@ -50,12 +53,12 @@ export function timeline(runs, chosen, onAlert) {
         el(
           "span",
           { class: "track" },
-          el("span", { class: "span", style: { left: share(alert.step), width: `calc(${share(until - alert.step)} + 5px)` } }),
+          el("span", { class: "span", style: { left: `min(${share(alert.step)}, 100% - 5px)`, width: `calc(${share(until - alert.step)} + 5px)` } }),
         ),
         el("span", { class: "when" }, alert.resolved === null ? `step ${alert.step}, stands` : `steps ${alert.step} to ${alert.resolved}`),
       ),
       isChosen &&
-        el("div", { class: "detail" }, el("p", {}, alert.message), el("p", {}, el("b", {}, "What to do: "), alert.advice), where(alert)),
+        el("div", { class: "detail" }, el("p", { class: "message" }, alert.message), el("p", {}, el("b", {}, "What to do: "), alert.advice), where(alert)),
     );
   };
   return el("ol", { class: "timeline" }, ...rows.slice(0, 200).map(line), rows.length > 200 && el("li", {}, `and ${rows.length - 200} more`));

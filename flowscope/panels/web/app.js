@@ -1,7 +1,7 @@
 // The page: what is chosen (runs, flow, metric, scale, pinned steps) and what follows from it.
 
 import { timeline, verdicts } from "./alerts.js";
-import { Controls } from "./controls.js";
+import { Controls, VIEWS } from "./controls.js";
 import { el, emptyState } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
 import { lossFigure } from "./loss.js";
@@ -11,6 +11,7 @@ import { RUN_COLOURS, decode, makeScale } from "./scale.js";
 
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
+const MOST_CONNECTED = 150;
 const FIRST_METRICS = ["gradient_product", "grad_norm", "update_ratio"];
 
 const MATRICES = {
@@ -168,12 +169,18 @@ export class App {
 
   async read(run) {
     const entry = this.find(run, this.metric.metric);
-    if (!entry) return { run, problem: emptyState(`${run.name} has no ${this.metric.metric}.`, `It has no such metric for flow ${this.chosen.flow}.`) };
+    if (!entry) return { run, problem: emptyState(`${run.name} has no ${this.metric.metric}.`, this.whyMissing()) };
     try {
       return { run, entry, series: await this.load(run, "series", entry.key) };
     } catch (error) {
       return { run, problem: emptyState(`${run.name}: ${entry.key} cannot be shown.`, error.message) };
     }
+  }
+
+  /** Why a run has nothing of the chosen view, or of the chosen flow. */
+  whyMissing() {
+    const view = VIEWS.find(([name]) => name === this.metric.view);
+    return view && ["Gates", "Mixing"].includes(view[0]) ? `There are ${view[2]}.` : `It has no such metric for flow ${this.chosen.flow}.`;
   }
 
   drawPicture(results) {
@@ -197,7 +204,7 @@ export class App {
       el("p", { class: "words" }, this.metric.words),
       colourBar(this.scale, legend),
       el("div", { class: "heats" }, ...figures),
-      el("p", { class: "hint" }, "Input on top, steps to the right. Point at a cell to read it; click to add its step to the profiles below."),
+      el("p", { class: "hint" }, "Input on top, one column a record. Point at a cell to read it (arrow keys do the same); click or Enter adds its step to the profiles below. A dot is an alert; a line leads to the worst place of its step."),
     );
     if (held) this.maps.find((map) => map.run.name === held)?.canvas.focus({ preventScroll: true });
   }
@@ -230,13 +237,20 @@ export class App {
     const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
     const scale = makeScale(this.scale.kind, this.metric.bounds, shades);
     this.parts.depth.replaceChildren(
-      el("h2", {}, `${this.metric.metric} over depth`),
+      el("h2", {}, `${this.metric.metric} over ${this.axis()}`),
       el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
       lines.length
         ? profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row })
         : emptyState("No step is pinned.", "Click a column of the picture above."),
     );
     this.parts.extra.replaceChildren(...extra);
+  }
+
+  /** What the rows are: depth, time in a recurrent flow, or parameters. */
+  axis() {
+    if (!this.metric.per_flow) return this.metric.view === "Parameters" ? "parameters" : "depth";
+    const kinds = this.drawn.map(({ run, entry }) => run.flows.find((flow) => flow.name === entry.flow)?.kind);
+    return kinds.every((kind) => kind === "time") ? "time" : "depth";
   }
 
   chip({ pin, step }) {
@@ -253,7 +267,8 @@ export class App {
     try {
       const [record, ...edges] = await Promise.all([entry, ...band].map(({ key }) => this.load(run, "record", key, step)));
       const fits = edges.length === 2 && edges.every((edge) => edge.step === record.step && edge.values.length === record.values.length);
-      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), order: n, ...record, band: fits ? edges.map((edge) => edge.values) : null };
+      const scattered = !entry.per_flow && record.values.length > MOST_CONNECTED;
+      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), order: n, scattered, ...record, band: fits ? edges.map((edge) => edge.values) : null };
     } catch {
       return null; // the heat map beside it has told why
     }

@@ -4,7 +4,8 @@ import { el } from "./dom.js";
 import { SCALES } from "./scale.js";
 
 const MANY_RUNS = 8;
-const VIEWS = [
+/** View, the metric it starts with, and why a run may have none of it. */
+export const VIEWS = [
   ["Gradient", "gradient_product", "no flow with gradients was recorded"],
   ["Depth", "cosine", "the family depth is switched off: WatchConfig.metrics"],
   ["Gates", "gate_mean", "no gated connections: flowscope.wrap(model) adds them, watch(gates=…) finds yours"],
@@ -23,6 +24,7 @@ export class Controls {
     this.runFilter = el("input", { type: "search", placeholder: "find a run", "aria-label": "Find a run", oninput: () => this.drawRuns() });
     this.flow = el("select", { id: "flow", onchange: () => events.change({ flow: this.flow.value, row: null }) });
     this.views = el("div", { class: "views", role: "group", "aria-label": "Views" });
+    this.why = el("p", { class: "why", role: "status", hidden: true });
     this.search = el("input", { type: "search", placeholder: "find a metric", "aria-label": "Find a metric", oninput: () => this.drawMetrics() });
     this.metric = el("select", { id: "metric", size: 14, "aria-label": "Metric", onchange: () => events.change({ metric: this.metric.value, row: null }) });
     this.scale = el(
@@ -42,6 +44,7 @@ export class Controls {
       this.flow,
       el("h2", {}, "View"),
       this.views,
+      this.why,
       el("label", { for: "metric" }, "Metric"),
       this.search,
       this.metric,
@@ -91,16 +94,22 @@ export class Controls {
   drawViews() {
     const { metrics, metric } = this.state;
     const held = this.views.contains(document.activeElement) && document.activeElement.textContent;
+    this.why.hidden = true;
+    const explain = (words) => {
+      this.why.textContent = words;
+      this.why.hidden = false;
+    };
     const button = ([view, first, missing]) => {
       const found = metrics.filter((one) => one.view === view && one.shape === "profile");
       const target = (found.find((one) => one.metric === first) ?? found[0])?.metric;
       return el(
         "button",
         {
-          disabled: !target,
+          // not `disabled`: the keyboard must reach it, or the reason stays hidden
+          "aria-disabled": target ? null : "true",
           title: target ? null : `${view}: ${missing}`,
           "aria-pressed": metric?.view === view ? "true" : "false",
-          onclick: () => this.events.change({ metric: target, row: null }),
+          onclick: () => (target ? this.events.change({ metric: target, row: null }) : explain(`${view}: ${missing}.`)),
         },
         view,
       );

@@ -4,6 +4,7 @@ import { el, spread } from "./dom.js";
 import { decode, format, paint } from "./scale.js";
 import { nearest, rowName, rowOf } from "./source.js";
 
+const MOST_NAMED = 14;
 const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
 /**
@@ -24,7 +25,7 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
   const plot = el("div", { class: "plot" }, canvas, overlay, cursor, readout);
   let cell = null;
 
-  function show(row, column) {
+  function show(row, column, landed = false) {
     cell = { row, column };
     const [, , , count] = series.rows[row];
     readout.replaceChildren(
@@ -32,6 +33,7 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
       el("span", {}, `step ${series.steps[column]}`),
       el("span", { class: "value" }, format(rows[row][column])),
       count > 1 ? el("small", {}, `the most extreme of ${count} rows`) : "",
+      landed ? el("small", {}, ends(rows, column, series.rows)) : "",
     );
     const [x, y] = [(column + 0.5) / columns, (row + 0.5) / rows.length];
     Object.assign(readout.style, {
@@ -75,16 +77,20 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
     event.preventDefault();
   });
 
-  const marks = el("div", { class: "marks" }, ...alerts.map((alert) => mark(alert, series, onAlert)));
+  const marks = el("div", { class: "marks" }, ...alerts.flatMap((alert) => mark(alert, series, rows, onAlert)));
   plot.append(marks);
   const thinned =
     (series.records > columns || series.depth > rows.length || series.dropped > 0) &&
     el(
       "small",
       { class: "thinned" },
-      `${columns} of ${series.records} records` +
-        (series.depth > rows.length ? `; ${series.depth} rows in ${rows.length} groups, each shown by its most extreme` : "") +
-        (series.dropped ? `; ${series.dropped} records before a change of layout are left out` : ""),
+      [
+        series.records > columns && `${columns} of ${series.records} records`,
+        series.depth > rows.length && `${series.depth} rows in ${rows.length} groups, each shown by its most extreme`,
+        series.dropped > 0 && `${series.dropped} records before a change of layout are left out`,
+      ]
+        .filter(Boolean)
+        .join("; "),
     );
   const element = el(
     "figure",
@@ -108,22 +114,45 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
       const row = index === null ? 0 : Math.max(0, rowOf(series.rows, index));
       canvas.focus({ preventScroll: true });
       element.scrollIntoView({ block: "center" });
-      show(row, nearest(series.steps, step));
+      show(row, nearest(series.steps, step), true);
     },
   };
 }
 
-function mark(alert, series, onAlert) {
+/** The finite cell of a column with the least or the largest value: [row, value], null where there is none. */
+function extreme(rows, column, end) {
+  let best = null;
+  rows.forEach((row, i) => {
+    const value = row[column];
+    if (Number.isFinite(value) && (best === null || (end === "least" ? value < best[1] : value > best[1]))) best = [i, value];
+  });
+  return best;
+}
+
+function ends(rows, column, names) {
+  const found = ["least", "largest"].map((end) => extreme(rows, column, end));
+  if (found[0] === null) return "no finite value at this step";
+  const [low, high] = found.map(([row, value]) => `${format(value)} (${rowName(names[row])})`);
+  return `over depth at this step: ${low} to ${high}`;
+}
+
+/** The mark of an alert, and before it a line from its block to the end of the profile that the message speaks of. */
+function mark(alert, series, rows, onAlert) {
   const row = rowOf(series.rows, alert.row);
   const column = nearest(series.steps, alert.step);
-  if (row < 0) return null;
+  if (row < 0) return [];
   const style = { left: percent((column + 0.5) / series.steps.length), top: percent((row + 0.5) / series.rows.length) };
-  const words = `${alert.kind} at ${alert.where}, step ${alert.step}`;
-  return el("button", { class: `mark ${alert.severity}`, style, title: words, "aria-label": words, onclick: () => onAlert(alert) });
+  const far = alert.extreme && extreme(rows, column, alert.extreme);
+  const words = `${alert.kind} at ${alert.where}, step ${alert.step}${far ? `; ${alert.extreme}: ${format(far[1])} at ${rowName(series.rows[far[0]])}` : ""}`;
+  const button = el("button", { class: `mark ${alert.severity}`, style, title: words, "aria-label": words, onclick: () => onAlert(alert) });
+  if (!far) return [button];
+  const [top, bottom] = [Math.min(row, far[0]), Math.max(row, far[0])].map((at) => (at + 0.5) / series.rows.length);
+  const reach = { left: style.left, top: percent(top), height: percent(bottom - top) };
+  return [el("div", { class: `reach ${alert.severity} ${far[0] < row ? "up" : "down"}`, style: reach }), button];
 }
 
 function depthAxis(rows) {
-  const labels = spread(rows.length, 9).map((i) =>
+  const labels = spread(rows.length, rows.length <= MOST_NAMED ? MOST_NAMED : 9).map((i) =>
     el("span", { style: { top: percent((i + 0.5) / rows.length) }, title: rowName(rows[i]) }, rows[i][0]),
   );
   return el("div", { class: "depth-axis", "aria-hidden": "true" }, ...labels);
@@ -149,7 +178,7 @@ export function colourBar(scale, { notSeen, infinite }) {
       shades,
       ...scale.ticks.map((tick) => el("span", { style: { left: percent(tick.position) } }, tick.text)),
     ),
-    notSeen && key("not-seen", "not seen"),
+    notSeen && key("not-seen", "not seen or NaN"),
     infinite && key("infinite", "infinite"),
   );
 }

@@ -4,7 +4,6 @@ import { el, spread, svg } from "./dom.js";
 import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
 
-const MOST_CONNECTED = 150;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
 const dotted = (line) => ({ stroke: line.colour, "stroke-width": 3 + 2 * line.order, "stroke-opacity": 0.5 + 0.15 * line.order });
 
@@ -21,7 +20,8 @@ export function dash(n) {
 
 /**
  * Draw them.
- * `lines`: {run, step, order (of the step), colour, dash, rows, values, band: [low, high] or null}; `limits`: {value, text}.
+ * `lines`: {run, step, order (of the step), colour, dash, rows, values, scattered (dots, no line), band: [low, high]
+ * or null}; `limits`: {value, text}.
  */
 export function profileFigure({ lines, scale, limits, row }) {
   const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
@@ -84,7 +84,7 @@ export function profileFigure({ lines, scale, limits, row }) {
 
 function curve(line, x, y) {
   const look = { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
-  if (line.values.length <= MOST_CONNECTED) return svg("path", { ...look, d: path(line.values, x, y) });
+  if (!line.scattered) return svg("path", { ...look, d: path(line.values, x, y) + infinities(line.values, x) });
   // parameters of different kinds stand side by side: dots read better than a line that jumps between them
   const dots = line.values.map(decode).map((value, i, all) => (Number.isFinite(value) ? `M${x(i, all.length).toFixed(1)} ${y(value).toFixed(1)}h0` : ""));
   return svg("path", { class: "line dots", ...dotted(line), d: dots.join("") });
@@ -92,18 +92,23 @@ function curve(line, x, y) {
 
 /** The path of a line; `x(i, count)` and `y(value)` place a point. */
 export function path(values, x, y) {
-  let pen = "M";
+  const numbers = values.map(decode);
   let out = "";
-  values.forEach((raw, i) => {
-    const value = decode(raw);
-    // what was not seen is a gap
-    if (!Number.isFinite(value)) pen = "M";
-    else {
-      out += `${pen}${x(i, values.length).toFixed(1)} ${y(value).toFixed(1)}`;
-      pen = "L";
-    }
+  numbers.forEach((value, i) => {
+    // what was not seen is a gap, and a point between gaps a short dash
+    if (!Number.isFinite(value)) return;
+    const [before, after] = [numbers[i - 1], numbers[i + 1]].map(Number.isFinite);
+    const [left, top] = [x(i, values.length), y(value).toFixed(1)];
+    if (!before && !after) out += `M${(left - 2).toFixed(1)} ${top}h4`;
+    else out += `${before ? "L" : "M"}${left.toFixed(1)} ${top}`;
   });
   return out;
+}
+
+/** Strokes at the upper edge where a value is infinite, at the lower where it is minus infinity. */
+function infinities(values, x) {
+  const stroke = (value, i) => `M${x(i, values.length).toFixed(1)} ${value > 0 ? TOP : HEIGHT - BOTTOM - 9}v9`;
+  return values.map(decode).map((value, i) => (Math.abs(value) === Infinity ? stroke(value, i) : "")).join("");
 }
 
 function area(line, x, y) {
@@ -141,7 +146,7 @@ function depthLabel(at, text, n, count) {
 
 function sample(line) {
   const look = { "stroke-width": 2.5, stroke: line.colour, "stroke-dasharray": line.dash };
-  const shape = line.values.length <= MOST_CONNECTED ? svg("path", { ...look, d: "M0 4H28" }) : svg("path", { class: "dots", ...dotted(line), d: "M7 4h0M14 4h0M21 4h0" });
+  const shape = !line.scattered ? svg("path", { ...look, d: "M0 4H28" }) : svg("path", { class: "dots", ...dotted(line), d: "M7 4h0M14 4h0M21 4h0" });
   return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, shape);
 }
 
@@ -162,6 +167,6 @@ function legend(lines) {
   return el(
     "ul",
     { class: "legend" },
-    ...lines.map((line) => el("li", {}, sample(line), ` ${line.run}, step ${line.step}`)),
+    ...lines.map((line) => el("li", {}, sample(line), ` ${line.run}, step ${line.step}${line.values.map(decode).every(Number.isNaN) ? ": not seen or NaN" : ""}`)),
   );
 }

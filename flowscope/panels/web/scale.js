@@ -19,7 +19,7 @@ export function decode(value) {
 
 /** Four significant digits, without trailing zeros. */
 export function format(value) {
-  if (Number.isNaN(value)) return "not seen";
+  if (Number.isNaN(value)) return "not seen or NaN";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
   const size = Math.abs(value);
   if (value === 0) return "0";
