@@ -50,6 +50,17 @@ def flow_paths(flows: Any) -> Sequence[str] | None:
     )
 
 
+def gate_patterns(gates: Any) -> Sequence[str]:
+    """Return `gates` as a list of patterns."""
+    given = [gates] if isinstance(gates, str) else gates or ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(pattern, str) for pattern in given):
+        raise FlowscopeError(
+            f"watch(gates=...): got {type(gates).__name__} ({gates!r}), expected patterns of module paths, such as "
+            "['blocks.*.gate']."
+        )
+    return given
+
+
 def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
     """Return the sinks with the names under which their faults are reported."""
     out: list[tuple[str, Sink]] = []

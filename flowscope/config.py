@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flowscope.errors import FlowscopeError
 
@@ -47,6 +48,18 @@ class WatchConfig(BaseModel):
     collapsed_rank: float = Field(1.3, gt=1, description="rank of collapsed points (heuristic; 1 = one vector)")
     representation_cosine: float = Field(0.9999, gt=0, le=1, description="adjacent cosine (heuristic; baseline-aware)")
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, build: Callable[[Any], WatchConfig]) -> WatchConfig:
+        try:
+            return build(data)
+        except ValidationError as error:
+            bad = error.errors()
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in bad)
+            raise FlowscopeError(
+                f"watch(config=...): {wrong}. Known keys: {', '.join(sorted(cls.model_fields))}."
+            ) from None
+
 
 def make_config(config: WatchConfig | dict[str, Any] | None) -> WatchConfig:
     """Return a `WatchConfig` from what `watch(config=...)` was given.
@@ -60,10 +73,4 @@ def make_config(config: WatchConfig | dict[str, Any] | None) -> WatchConfig:
         return config
     if not isinstance(config, dict):
         raise FlowscopeError(f"watch(config=...): got {type(config).__name__}, expected a dict or WatchConfig.")
-    try:
-        return WatchConfig(**config)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        raise FlowscopeError(
-            f"watch(config=...): {wrong}. Known keys: {', '.join(sorted(WatchConfig.model_fields))}."
-        ) from None
+    return WatchConfig.model_validate(config)

@@ -15,6 +15,7 @@ from flowscope.arguments import (
     alert_callbacks,
     check_model,
     flow_paths,
+    gate_patterns,
     loss_value,
     named_sinks,
     step_number,
@@ -112,7 +113,7 @@ class Scope:
         self._schedule = make_schedule(every)
         callbacks = alert_callbacks(on_alert)
         self.flows: FlowPlan = find_flows(model, flow_paths(flows))
-        given_sinks = named_sinks(sinks)
+        given_sinks, patterns = named_sinks(sinks), gate_patterns(gates)
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
         self._recorder = Recorder(self.config, self._faults, callbacks)
@@ -131,7 +132,6 @@ class Scope:
         # sinks before hooks: an unwritable log_dir must leave the model untouched
         try:
             self._add_own_sinks(log_dir)
-            patterns = [gates] if isinstance(gates, str) else gates or ()
             self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model), patterns)
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None

@@ -53,6 +53,8 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sink": ({"sinks": [print]}, ("sinks", "entry 0", "builtin_function", "write(event)", "close()")),
     "sink without close": ({"sinks": [NoClose()]}, ("sinks", "NoClose", "write(event)", "close()")),
     "sinks no list": ({"sinks": NoClose()}, ("sinks", "NoClose", "list")),
+    "gates": ({"gates": 3}, ("gates", "int", "3", "patterns")),
+    "one gate of two": ({"gates": ["blocks.*", 3]}, ("gates", "list", "3", "patterns")),
     "scaler": ({"scaler": 3}, ("scaler", "int", "GradScaler")),
     "log_dir": ({"log_dir": 3}, ("log_dir", "int", "path")),
 }
@@ -176,3 +178,10 @@ def test_a_config_object_is_taken_as_it_is_and_cannot_be_changed() -> None:
         assert scope.config is config
         with pytest.raises(ValueError, match="frozen"):
             scope.config.positions = 3  # type: ignore[misc]
+
+
+def test_a_config_built_by_hand_says_the_same() -> None:
+    with pytest.raises(FlowscopeError, match=r"everyy.*Known keys: .*slow_every"):
+        WatchConfig(everyy=1)  # type: ignore[call-arg]
+    with pytest.raises(FlowscopeError, match=r"positions.*got 1"):
+        WatchConfig(positions=1)
