@@ -308,3 +308,60 @@ def test_states_of_other_sizes_have_no_cosine_even_where_as_many_positions_are_s
     np.testing.assert_array_equal(np.isnan(record["cosine_to_input"]), [False, False, True, True])
     assert "cosine_matrix" not in record
     assert np.isfinite(record["gradient_product"][1:]).all()
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (8, 6)])
+def test_one_rectifier_in_two_places_has_the_units_of_both(widths: tuple[int, int]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU()
+            self.first, self.second = nn.Linear(5, widths[0]), nn.Linear(widths[0], widths[1])
+            self.head = nn.Linear(widths[1], 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.relu(self.second(self.relu(self.first(x)))))
+
+    model = Net()
+    with torch.no_grad():
+        model.first.bias.fill_(-100.0)  # the first place is dead, the second is not
+        model.second.bias.fill_(3.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for rows in (3, 4):
+            model(torch.randn(rows, 5)).sum().backward()
+        optimizer.step()
+    record = scope.records[0]
+    assert record.labels("dead_fraction") == ["relu"]
+    assert record["dead_fraction"][0] == widths[0] / sum(widths)
+
+
+def test_a_rectifier_in_a_loop_is_on_where_it_was_ever_on() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.inside, self.head = nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = torch.ones(3, 6)
+            for t in range(20):
+                state = self.relu(self.inside(state) + 100.0 * (torch.arange(6) == t % 6) - 50.0)
+            return self.head(state + x)
+
+    model = Loop()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+    assert scope.records[0]["dead_fraction"].tolist() == [0.0]
+
+
+def test_layers_with_complex_inputs_are_no_rectified_ones() -> None:
+    layers = [nn.Linear(6, 6, dtype=torch.complex64) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        model(torch.randn(4, 6, dtype=torch.complex64)).abs().sum().backward()
+        optimizer.step()
+    assert np.isfinite(scope.records[0]["grad_norm"]).all()
+    assert "dead_fraction" not in scope.records[0]

@@ -131,6 +131,8 @@ class Observation:
         self.forwards += 1
         for flow in self.flows:
             flow.start_forward()
+        if self.units is not None:
+            self.units.start_forward()
         for site in self.sites:
             site.start_forward()
 

@@ -37,6 +37,8 @@ RECTIFIED_SHARE = 0.05
 """An input with fewer exact zeros than this did not come from a rectifier, and is not watched further."""
 SUMMED = ("tanh", "sigmoid", "input")
 """Kinds that also count single values: saturated, or exactly zero."""
+PLACES = 16
+"""Up to so many calls of an activation in one forward are places of their own, more are a loop."""
 PARAMETRISED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 TANH_LIMIT = math.tanh(2.5)
@@ -48,19 +50,37 @@ class UnitProbe:
 
     def __init__(self, label: str, kind: str) -> None:
         self.label, self.kind = label, kind
-        self.counts: Tensor | None = None
+        self.on: dict[tuple[int, int], Tensor] = {}
         self.sums: Tensor | None = None
+        self.calls = 0
         self.handle: Any = None
 
-    def deposit(self, on: Tensor, sums: Tensor | None, gradient: Tensor) -> None:
-        """Add what the forward counted, now that its gradient arrived."""
+    def deposit(self, key: tuple[int, int], on: Tensor, sums: Tensor | None, gradient: Tensor) -> None:
+        """Add what the forward counted, now that its gradient arrived; `key` is (call within the forward, units)."""
         del gradient
-        if self.counts is None or self.counts.shape != on.shape:
-            self.counts, self.sums = on, sums
-            return
-        self.counts = self.counts | on
-        if sums is not None and self.sums is not None:
-            self.sums = self.sums + sums
+        held = self.on.get(key)
+        self.on[key] = on if held is None else held | on
+        if sums is not None:
+            self.sums = sums if self.sums is None else self.sums + sums
+
+    def take(self) -> Tensor | None:
+        """Return [sums..., on...], None where nothing was deposited, and start again.
+
+        A module that stands in several places (one `self.relu` for all layers) has the units of each place. Where it is
+        called more often, it is taken for a loop: then a unit is on where it was on in any call.
+        """
+        held, sums = self.on, self.sums
+        self.on, self.sums = {}, None
+        if any(call >= PLACES for call, _ in held):
+            loop: dict[tuple[int, int], Tensor] = {}
+            for (_, width), on in held.items():
+                loop[0, width] = on | loop[0, width] if (0, width) in loop else on
+            held = loop
+        if not held:
+            return None
+        units = torch.cat([held[key] for key in sorted(held)])
+        units = units.to(wide(units.device))
+        return units if sums is None else torch.cat([sums, units])
 
     def vector(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [saturated or zero, size, on per unit...] from what `take` gave; 0, 0 where only units are counted."""
@@ -120,7 +140,7 @@ class UnitObserver:
         return held is not None and held() is x
 
     def _count(self, probe: UnitProbe, reader: AxisReader, x: Tensor) -> None:
-        if not x.requires_grad or not torch.is_grad_enabled():
+        if not x.requires_grad or not torch.is_grad_enabled() or x.is_complex():
             return
         if probe.kind != "input":
             self._counted[id(x)] = weakref.ref(x)
@@ -135,7 +155,14 @@ class UnitObserver:
                 on = on | (states.amin(0) < 0.0)
             counted = _counted(probe.kind, states, wide(x.device))
             sums = None if counted is None else torch.stack([counted, torch.full_like(counted, states.numel())])
-        self._hooks.on_gradient(x, self.PART, partial(probe.deposit, on, sums), probe.label)
+        key = (min(probe.calls, PLACES), on.numel())
+        probe.calls += 1
+        self._hooks.on_gradient(x, self.PART, partial(probe.deposit, key, on, sums), (probe.label, key[0]))
+
+    def start_forward(self) -> None:
+        """The root's forward begins: calls are counted from 0 again."""
+        for probe in self.probes:
+            probe.calls = 0
 
     def end_step(self) -> None:
         """Forget which tensors were counted."""
@@ -145,10 +172,9 @@ class UnitObserver:
         """Return what the probes that saw a gradient counted (`UnitProbe.vector` reads it), and start again."""
         taken = []
         for probe in self.probes:
-            if probe.counts is not None:
-                counts = probe.counts.to(wide(probe.counts.device))
-                taken.append((counts if probe.sums is None else torch.cat([probe.sums, counts]), probe))
-                probe.counts = probe.sums = None
+            vector = probe.take()
+            if vector is not None:
+                taken.append((vector, probe))
         return taken
 
     def keep(self, rectified: Callable[[UnitProbe], bool]) -> None:
