@@ -23,6 +23,7 @@ from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.canary import Canary
+from flowscope.probes.depth import DepthRow, DepthRows
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import (
     AxisReader,
@@ -33,12 +34,12 @@ from flowscope.probes.layout import (
     is_compiling,
     node_number,
 )
-from flowscope.probes.statistics import Positions, Sums, full_precision
+from flowscope.probes.statistics import Positions, Sums, full_precision, is_host
 
 ENTRY = -1
 PointKey = tuple[int, int]
 """(index of the module among the flow's outputs, or ENTRY; number of the call within one forward)."""
-Forward = tuple[Sums, Sums | None]
+Forward = tuple[Sums, Sums | DepthRow | None]
 """A point's forward sums that wait for its gradient: those of the whole tensor, and those between points."""
 MAX_CALLS = 4096
 
@@ -74,6 +75,10 @@ class FlowObserver:
         self._readers: list[AxisReader] = []
         self._canaries = {len(flow.outputs) - 1} | ({0} if flow.entry is None else set())
         self._reordered = False
+        # until a whole step has shown that no module is called twice, outputs are marked to tell loops from new inputs
+        self._repeats = True
+        self._repeated = False
+        self._depth_rows = DepthRows()
         self._new_pass()
         for index, path in enumerate(flow.outputs):
             module = model.get_submodule(path)
@@ -107,6 +112,8 @@ class FlowObserver:
         self._new_pass()
 
     def _mark_output(self, x: Tensor | None) -> None:
+        if not self._repeats:
+            return
         self._last_output = weakref.ref(x) if x is not None else None
         self._last_number = node_number(x) if x is not None else None
 
@@ -171,10 +178,11 @@ class FlowObserver:
         """A block has run: its output is a point."""
         if self.switch.paused:
             return
-        like = hidden_input(args, kwargs)
-        x = hidden_output(output, like)
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
+        plain = isinstance(output, Tensor) and not tracing and not recomputing
+        like = None if plain else hidden_input(args, kwargs)
+        x = hidden_output(output, like)
         if not self.switch.sampling:
             if x is not None and x.requires_grad:
                 self._canary(index, x, recomputing=recomputing)
@@ -195,8 +203,10 @@ class FlowObserver:
     def _call(self, index: int, x: Tensor | None, args: Any, kwargs: Any) -> PointKey:
         """Count a call in the forward, and return the point it is."""
         self._drop_stale()
-        if self._calls[index] and not self._continues(args, kwargs):
-            self._new_pass()
+        if self._calls[index]:
+            self._repeated = self._repeats = True
+            if not self._continues(args, kwargs):
+                self._new_pass()
         key = (index, min(self._calls[index], MAX_CALLS - 1))
         self._reordered = self._reordered or (index < self._latest and not self._calls[index])
         self._latest = index
@@ -286,6 +296,8 @@ class FlowObserver:
             if origin is None and self.flow.entry is None:
                 origin = positions
             before, origin = positions.alike(before), positions.alike(origin)
+            if is_host(x):
+                return (head, self._depth_rows.add(before, positions, origin)), positions
             return (head, statistics.depth_statistics(before, positions, origin)), positions
 
     # -- slow probes' material --------------------------------------------------------------------------------------
@@ -348,7 +360,8 @@ class FlowObserver:
         if backward is not None:
             self.buffer.add(row, statistics.GRAD_SQUARE, backward)
         if between is not None:
-            self.buffer.add(row, statistics.TO_INPUT, between)
+            sums = between.read() if isinstance(between, DepthRow) else between
+            self.buffer.add(row, statistics.TO_INPUT, sums)
 
     def _deposit_entry(self, key: PointKey, x: Tensor, gradient: Tensor) -> None:
         self._deposit(key, self._forward(key, self._readers[0], x, None)[0], None, None, None, gradient)
@@ -390,6 +403,8 @@ class FlowObserver:
 
     def forget(self) -> None:
         """Forget this step's Python-side counts, slow material and remembered positions."""
+        if self._executed and self.switch.sampling:
+            self._repeats = self._repeated
         self._new_pass()
         self.forward_calls.clear()
         self.tracked_calls.clear()

@@ -38,20 +38,31 @@ class Positions:
 
     Attributes:
         values: [N, D] fp32, detached, N = sequences * tokens.
-        norm: [N] their norms.
         sequences: how many sequences the N positions come from; 0 where the activation has no token axis.
         extent: (B, T) of the whole state: in a state of another extent (after a stride), position n is another place.
     """
 
     values: Tensor
-    norm: Tensor
     sequences: int
     extent: tuple[int, int]
+    norms: Tensor | None = None
+
+    @property
+    def norm(self) -> Tensor:
+        """[N] the norms of the values (on the host most are computed for many points at once, elsewhere)."""
+        norm: Tensor = lengths(self.values) if self.norms is None else self.norms
+        return norm
 
     def alike(self, other: Positions | None) -> Positions | None:
         """Return `other` where its positions are the same places and as wide, else None."""
         same = other is not None and other.extent == self.extent and other.values.shape == self.values.shape
         return other if same else None
+
+
+def lengths(values: Tensor) -> Tensor:
+    """Return the norms [..., N] of vectors [..., N, D]."""
+    norms: Tensor = torch.linalg.vecdot(values, values).sqrt()
+    return norms
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -97,7 +108,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
     # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
     values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])
-    return Positions(values, torch.linalg.vecdot(values, values).sqrt(), sequences, (batch, tokens))
+    return Positions(values, sequences, (batch, tokens), None if is_host(x) else lengths(values))
 
 
 Sums = Tensor | NDArray[np.float64] | tuple[float, ...]
@@ -156,10 +167,15 @@ def cosine_buckets(one_minus_cosine: Any) -> Any:
     if isinstance(one_minus_cosine, Tensor):
         octave = torch.log2(one_minus_cosine.clamp(2.0 ** (LOWEST + 1e-3), 2.0))
         return torch.histc(torch.nan_to_num(octave, nan=9.0), BUCKETS, LOWEST, 1.0)
-    seen = one_minus_cosine[np.isfinite(one_minus_cosine)]
-    octave = np.log2(np.clip(seen, 2.0 ** (LOWEST + 1e-3), 2.0))
+    return np.bincount(bucket_index(one_minus_cosine), minlength=BUCKETS + 1)[:BUCKETS]
+
+
+def bucket_index(one_minus_cosine: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """Return the bucket of every entry, BUCKETS for what is not finite."""
+    valid = np.isfinite(one_minus_cosine)
+    octave = np.log2(np.clip(np.where(valid, one_minus_cosine, 1.0), 2.0 ** (LOWEST + 1e-3), 2.0))
     index = np.minimum(((octave - LOWEST) * BUCKETS_PER_OCTAVE).astype(np.int64), BUCKETS - 1)
-    return np.bincount(index, minlength=BUCKETS)
+    return np.where(valid, index, BUCKETS)
 
 
 def depth_statistics(before: Positions | None, now: Positions, origin: Positions | None) -> Sums:
