@@ -7,12 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from panels_run import DECODER, ENCODER, EVIL, STEPS, Watched, chromium, product, tensorboard, wait_for_runs, write_run
+from panels_run import (
+    DECODER,
+    ENCODER,
+    EVIL,
+    HEADER,
+    STEPS,
+    Watched,
+    chromium,
+    product,
+    tensorboard,
+    wait_for_runs,
+    write_run,
+)
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from flowscope.panels import write_report
+from flowscope.records import Record
 from flowscope.sinks import read_run, summaries
 
 TIMEOUT = 20_000
@@ -192,6 +206,9 @@ def test_the_views_show_their_pictures(opened: tuple[Watched, Any]) -> None:
     assert panels.locator(".site .readout:visible .value").inner_text() == "14"
     panels.get_by_role("button", name="Gates", exact=True).click()
     panels.get_by_role("heading", name="gate_mean", exact=True).wait_for()
+    # gates lie between 0.1 and 0.4 here: the colours span that, not all of 0 to 1
+    shades = panels.locator(".picture .shades span").all_inner_texts()
+    assert shades == ["0.1", "0.15", "0.2", "0.25", "0.3", "0.35", "0.4"]
     panels.get_by_role("button", name="Parameters", exact=True).click()
     panels.get_by_role("heading", name="update_ratio", exact=True).wait_for()
 
@@ -211,13 +228,18 @@ def test_everything_can_be_reached_with_the_keyboard(opened: tuple[Watched, Any]
     panels.get_by_role("button", name="Gates", exact=True).focus()
     watched.page.keyboard.press("Enter")
     panels.get_by_role("heading", name="gate_mean", exact=True).wait_for()
+    panels.locator(".chip").first.focus()
+    watched.page.keyboard.press("Enter")
+    panels.locator(".chip", has_text="first").wait_for(state="detached")
+    # the focus goes on to the next one instead of back to the head of the page
+    assert panels.locator(".chip:focus").inner_text() == "last (15)"
     panels.locator(".alert button").first.focus()
     watched.page.keyboard.press("Enter")
     panels.locator(".detail").wait_for()
 
 
 def test_new_records_appear_by_themselves(browser: Any, tmp_path: Path) -> None:
-    from panels_run import HEADER, record
+    from panels_run import record
 
     from flowscope.sinks import TensorBoardSink
 
@@ -248,6 +270,33 @@ def test_light_and_dark_follow_the_reader(browser: Any, logdir: Path, tmp_path: 
     )
     ink, paper = (sum(int(part) for part in colour[4:-1].split(",")) for colour in colours)
     assert (ink < 150 and paper > 700) if scheme == "light" else (ink > 600 and paper < 150)
+    watched.page.close()
+
+
+def test_the_tab_is_dark_when_tensorboard_is(browser: Any, server: str) -> None:
+    watched = Watched(browser, color_scheme="light")
+    watched.page.set_default_timeout(TIMEOUT)
+    watched.page.goto(f"{server}#flowscope")
+    body = watched.page.frame_locator("iframe").locator("body")
+    body.locator(".heat canvas").first.wait_for()
+    paper = "node => getComputedStyle(node).backgroundColor"
+    assert body.evaluate(paper) == "rgb(255, 255, 255)"
+    watched.page.evaluate("document.body.classList.add('dark-mode')")  # what TensorBoard's own switch does
+    watched.page.frame_locator("iframe").locator("html[data-theme=dark]").wait_for()
+    assert body.evaluate(paper) == "rgb(20, 23, 28)"
+    watched.page.close()
+
+
+def test_a_view_without_data_says_why_to_the_keyboard(browser: Any, tmp_path: Path) -> None:
+    from flowscope.sinks import Run
+
+    watched = Watched(browser)
+    run = Run(HEADER, [Record(0, 1.0, {"gradient_product": np.ones(5)})], [])
+    watched.page.goto(write_report(run, tmp_path / "r.html").as_uri())
+    watched.page.get_by_role("button", name="Mixing", exact=True).focus()
+    watched.page.keyboard.press("Enter")
+    assert "flowscope.wrap" in watched.page.locator(".why").inner_text(timeout=TIMEOUT)
+    assert watched.complaints == []
     watched.page.close()
 
 

@@ -22,6 +22,7 @@ class Metric:
         shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row).
         band: the metrics that are its lower and upper quantile.
         bounds: what the values lie between by definition; colours then span all of it.
+        fitted: colours span only what is used of the bounds (gates stay close to where they begin).
         limits: the fields of `WatchConfig` that are drawn beside it.
         per_flow: False where the rows are the whole model's.
     """
@@ -32,6 +33,7 @@ class Metric:
     shape: Shape = "profile"
     band: tuple[str, str] | None = None
     bounds: tuple[float, float] | None = None
+    fitted: bool = False
     limits: tuple[str, ...] = ()
     per_flow: bool = True
 
@@ -143,6 +145,7 @@ METRICS: dict[str, Metric] = {
             *meaning,
             band=_BANDS.get(name),
             bounds=_bounds(name),
+            fitted=name == "gate_mean",
             limits=_LIMITS.get(name, ()),
             per_flow=name not in _OF_THE_MODEL and not name.startswith("param_"),
         )
@@ -185,7 +188,11 @@ def describe(metric: str) -> Metric:
     if len(parts) == 2 and parts[1] in {"p05", "p95"} and (parts[0] in METRICS or f"{parts[0]}_mean" in METRICS):
         whole = METRICS.get(parts[0]) or METRICS[f"{parts[0]}_mean"]
         return Metric(
-            whole.view, f"The {int(parts[1][1:])} % quantile of {parts[0]}.", whole.scale, bounds=whole.bounds
+            whole.view,
+            f"The {int(parts[1][1:])} % quantile of {parts[0]}.",
+            whole.scale,
+            bounds=whole.bounds,
+            fitted=whole.fitted,
         )
     scale: Scale = "log" if _BY_MAGNITUDE & set(metric.split("_")) else "linear"
     return Metric("Other", "", scale, per_flow=not metric.startswith("param_"))

@@ -2,7 +2,7 @@
 
 import { timeline, verdicts } from "./alerts.js";
 import { Controls, VIEWS } from "./controls.js";
-import { el, emptyState } from "./dom.js";
+import { el, emptyState, replace } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
 import { lossFigure } from "./loss.js";
 import { matrixFigures, stackFigures } from "./matrix.js";
@@ -39,6 +39,7 @@ export class App {
     this.chosen = { runs: [], flow: null, metric: null, scale: null, pins: ["first", "last"], row: null, alert: null };
     this.loaded = new Map();
     this.colours = new Map();
+    this.opened = new Set();
     this.drawing = 0;
     this.controls = new Controls(source.reloads, {
       change: (part) => this.choose(part),
@@ -152,13 +153,13 @@ export class App {
     const runs = this.shown();
     this.parts.state.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
     const loss = lossFigure(runs, (name) => this.colourOf(name));
-    this.parts.loss.replaceChildren(...(loss ? [el("h2", {}, "Loss"), loss] : []));
+    replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
-    this.parts.alerts.replaceChildren(...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
-    this.parts.about.replaceChildren(...runs.map(about));
+    replace(this.parts.alerts, ...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
+    replace(this.parts.about, ...runs.map((run) => this.about(run)));
     if (!runs.length || !this.metric) {
       for (const name of ["picture", "depth", "extra"]) this.parts[name].replaceChildren();
-      if (runs.length) this.parts.picture.replaceChildren(emptyState("There is nothing to draw yet.", "Records come with the first optimizer steps; without a record, see scope.summary()."));
+      if (runs.length) replace(this.parts.picture, emptyState("There is nothing to draw yet.", "Records come with the first optimizer steps; without a record, see scope.summary()."));
       return;
     }
     const results = await Promise.all(runs.map((run) => this.read(run)));
@@ -184,11 +185,10 @@ export class App {
   }
 
   drawPicture(results) {
-    const held = this.maps?.find((map) => map.canvas === document.activeElement)?.run.name;
     this.drawn = results.filter((result) => result.series);
     const numbers = this.drawn.flatMap(({ series }) => series.values.flat().map(decode));
     const kind = this.chosen.scale ?? this.metric.scale;
-    this.scale = makeScale(kind, this.metric.bounds, numbers);
+    this.scale = makeScale(kind, this.metric, numbers);
     this.maps = [];
     const figures = results.map(({ run, entry, series, problem }) => {
       if (problem) return problem;
@@ -199,14 +199,14 @@ export class App {
       return map.element;
     });
     const legend = { notSeen: numbers.some(Number.isNaN), infinite: numbers.some((value) => Math.abs(value) === Infinity) };
-    this.parts.picture.replaceChildren(
+    replace(
+      this.parts.picture,
       el("h2", {}, this.metric.metric),
       el("p", { class: "words" }, this.metric.words),
       colourBar(this.scale, legend),
       el("div", { class: "heats" }, ...figures),
       el("p", { class: "hint" }, "Input on top, one column a record. Point at a cell to read it (arrow keys do the same); click or Enter adds its step to the profiles below. A dot is an alert; a line leads to the worst place of its step."),
     );
-    if (held) this.maps.find((map) => map.run.name === held)?.canvas.focus({ preventScroll: true });
   }
 
   /** Add a step to the profiles, or take it out again. */
@@ -235,15 +235,16 @@ export class App {
     const extra = await this.matrices(steps.at(-1)?.step);
     if (turn !== this.drawing) return;
     const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
-    const scale = makeScale(this.scale.kind, this.metric.bounds, shades);
-    this.parts.depth.replaceChildren(
+    const scale = makeScale(this.scale.kind, this.metric, shades);
+    replace(
+      this.parts.depth,
       el("h2", {}, `${this.metric.metric} over ${this.axis()}`),
       el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
       lines.length
         ? profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row })
         : emptyState("No step is pinned.", "Click a column of the picture above."),
     );
-    this.parts.extra.replaceChildren(...extra);
+    replace(this.parts.extra, ...extra);
   }
 
   /** What the rows are: depth, time in a recurrent flow, or parameters. */
@@ -314,16 +315,18 @@ export class App {
     });
     this.maps.find((map) => map.run.name === run.name)?.land(alert.row, alert.step);
   }
-}
 
-function about(run) {
-  const table = (entries) =>
-    el("table", {}, el("tbody", {}, ...Object.entries(entries).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, typeof value === "string" ? value : JSON.stringify(value))))));
-  const flows = Object.fromEntries(run.flows.map((flow) => [flow.name, `${flow.kind}, ${flow.points} points`]));
-  return el(
-    "details",
-    {},
-    el("summary", {}, `${run.name}: configuration and environment`),
-    el("div", { class: "tables" }, ...[flows, run.environment, run.config].filter((entries) => Object.keys(entries).length).map(table)),
-  );
+  /** The configuration of a run; what was opened stays open when new records come. */
+  about(run) {
+    const table = (entries) =>
+      el("table", {}, el("tbody", {}, ...Object.entries(entries).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, typeof value === "string" ? value : JSON.stringify(value))))));
+    const flows = Object.fromEntries(run.flows.map((flow) => [flow.name, `${flow.kind}, ${flow.points} points`]));
+    const note = (event) => (event.target.open ? this.opened.add(run.name) : this.opened.delete(run.name));
+    return el(
+      "details",
+      { open: this.opened.has(run.name), ontoggle: note },
+      el("summary", {}, `${run.name}: configuration and environment`),
+      el("div", { class: "tables" }, ...[flows, run.environment, run.config].filter((entries) => Object.keys(entries).length).map(table)),
+    );
+  }
 }

@@ -25,6 +25,15 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Replace what is in a section. What had the focus there hands it to what takes its place, or the keyboard would be lost. */
+export function replace(section, ...children) {
+  const reachable = () => [...section.querySelectorAll("button, canvas, svg[tabindex], summary")];
+  const held = reachable().indexOf(document.activeElement);
+  section.replaceChildren(...children);
+  const now = reachable();
+  if (held >= 0) now[Math.min(held, now.length - 1)]?.focus({ preventScroll: true });
+}
+
 /** What is shown where there is nothing to draw: why, and what to do. */
 export function emptyState(headline, advice) {
   return el("p", { class: "empty", role: "note" }, el("strong", {}, headline), " ", advice);

@@ -16,7 +16,7 @@ export function lossFigure(runs, colourOf) {
   const seen = curves.flatMap((curve) => curve.values).filter(Number.isFinite);
   const [low, high] = [Math.min(...seen), Math.max(...seen)];
   // an explosion must not flatten what was before it
-  const scale = low > 0 && high > 1000 * low ? makeScale("log", null, seen) : makeScale("linear", [low, Math.max(high, low + 1e-9)], seen);
+  const scale = low > 0 && high > 1000 * low ? makeScale("log", {}, seen) : makeScale("linear", { bounds: [low, Math.max(high, low + 1e-9)] }, seen);
   // a loss that is no number any more leaves the rest of the axis empty
   const end = Math.max(1, ...runs.map((run) => run.last_step ?? 0), ...curves.map((curve) => curve.steps.at(-1)));
   const x = (step) => LEFT + (step / end) * (WIDTH - LEFT - RIGHT);

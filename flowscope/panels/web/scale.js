@@ -33,7 +33,7 @@ const FORWARD = {
   rest: (value) => (value < 1 ? -Math.log10(1 - value) : value >= 1 ? Infinity : NaN),
 };
 
-function domain(kind, bounds, seen) {
+function domain(kind, { bounds, fitted }, seen) {
   if (!seen.length) return [0, 1];
   const sorted = Float64Array.from(seen).sort();
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
@@ -44,6 +44,12 @@ function domain(kind, bounds, seen) {
     const top = Math.ceil(high - 1e-9);
     return [Math.min(Math.floor(low + 1e-9), top - 2), top];
   }
+  if (bounds && fitted) {
+    // at least a tenth of what is possible, so that noise does not look like a pattern
+    const least = (bounds[1] - bounds[0]) / 10;
+    const start = Math.max(bounds[0], Math.min(low, (low + high - least) / 2, bounds[1] - least));
+    return [start, Math.min(bounds[1], Math.max(high, start + least))];
+  }
   if (bounds) return [low < bounds[0] ? -1 : bounds[0], bounds[1]];
   const floor = Math.min(0, low);
   return [floor, high > floor ? high : floor + 1];
@@ -51,17 +57,17 @@ function domain(kind, bounds, seen) {
 
 /**
  * A scale over all the numbers it is given, so that runs beside each other share their colours; `bounds` is what
- * the numbers lie between by definition, or null.
+ * the numbers lie between by definition, or null; `fitted` says to use only as much of it as the numbers do.
  * `position(value)` is 0 to 1, or NaN (not seen) or infinite; `ticks` are `{position, text}`.
  */
-export function makeScale(kind, bounds, numbers) {
+export function makeScale(kind, { bounds = null, fitted = false }, numbers) {
   const forward = FORWARD[kind];
   const seen = [];
   for (const value of numbers) {
     const at = forward(value);
     if (Number.isFinite(at)) seen.push(at);
   }
-  const [low, high] = domain(kind, bounds, seen);
+  const [low, high] = domain(kind, { bounds, fitted }, seen);
   const place = (at) => (at - low) / (high - low);
   return {
     kind,
@@ -75,7 +81,7 @@ export function makeScale(kind, bounds, numbers) {
 }
 
 function ticks(kind, low, high) {
-  const wanted = kind === "linear" ? niceStep((high - low) / 4) : Math.ceil((high - low) / 6);
+  const wanted = kind === "linear" ? niceStep((high - low) / 6) : Math.ceil((high - low) / 6);
   const found = [];
   for (let at = Math.ceil(low / wanted - 1e-9) * wanted; at <= high + 1e-9; at += wanted) found.push(at);
   return found;
