@@ -6,6 +6,7 @@
     plot.heat_map(read_run("runs/a"), "act_rms")            # depth by step
     plot.cosine_matrix(scope.records)                       # layer by layer
     plot.gates(scope.records)                               # gated models
+    plot.mixing(scope.records)                              # hyper-connections: how streams are mixed
     plot.compare({"plain": run_a, "keel": run_b})           # two runs on top of each other
 
 Everything returns a `matplotlib.figure.Figure` that belongs to no window and to no pyplot state. Input is a `Run`, a
@@ -35,8 +36,14 @@ if TYPE_CHECKING:
 
 PROFILES = 6
 COLUMNS = 1000
+SITES = 16
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's colours, told apart by colour-blind readers too."""
+_EXPECTED = {
+    1: "one value a point or block; plot.cosine_matrix and plot.mixing draw matrices.",
+    2: "[P, P].",
+    3: "[sites, S, S].",
+}
 _NOT_SEEN, _ZERO, _INFINITE = "0.8", "#67001f", "#ff2fd0"
 
 
@@ -178,6 +185,44 @@ def gates(records: Source, *, flow: str | None = None) -> Figure:
     return figure
 
 
+def mixing(records: Source, *, flow: str | None = None) -> Figure:
+    """The mixing matrices [S, S] of the last record that has them, a square a site; row: output, column: input stream.
+
+    At most 16 sites are drawn, evenly spaced, first and last included, on one scale of colours that includes 0.
+
+    Args:
+        records: a run, scope, list of records or record of a model with hyper-connections.
+        flow: the flow, or a part of its path; None is the first.
+
+    Raises:
+        FlowscopeError: no record has `mix_matrix`, or no matplotlib.
+    """
+    try:
+        series = _series(records, "mix_matrix", flow, dimensions=3)
+    except FlowscopeError as error:
+        raise FlowscopeError(
+            f"plot.mixing: {error} Mixing is recorded in models changed by flowscope.wrap(model, mode='shc', 'dhc' or "
+            "'mhc')."
+        ) from None
+    sites = series.values[-1]
+    shown = np.unique(np.linspace(0, len(sites) - 1, min(len(sites), SITES)).round().astype(int))
+    columns = min(8, len(shown))
+    rows = -(-len(shown) // columns)
+    finite = sites[np.isfinite(sites)]
+    low, high = (min(0.0, finite.min()), max(0.0, finite.max())) if finite.size else (0.0, 1.0)
+    figure = _figure(1.1 * columns + 1.2, 1.3 * rows + 0.5)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.set_axis_off()
+    for axes, site in zip(grid.flat, shown, strict=False):
+        picture = axes.imshow(sites[site], cmap=_colour_map(), vmin=low, vmax=high if high > low else low + 1)
+        axes.set(xticks=[], yticks=[])
+        _text(axes.set_title, series.labels[site] if site < len(series.labels) else str(site), fontsize="x-small")
+    figure.colorbar(picture, ax=grid, label="weight")
+    _text(figure.suptitle, f"{series.name}, step {series.steps[-1]}", fontsize="medium")
+    return figure
+
+
 def compare(runs: Mapping[str, Source], metric: str = "gradient_product", *, flow: str | None = None) -> Figure:
     """Runs on top of each other: the last profile of each (its first dashed), and their losses where given.
 
@@ -247,7 +292,7 @@ def _series(source: Source, metric: str, flow: str | None, dimensions: int) -> _
         if value.ndim != dimensions or not value.size:
             raise FlowscopeError(
                 f"flowscope.plot: {metric!r} of step {record.step} has shape {value.shape}, expected "
-                + ("one value a point or block; plot.cosine_matrix draws the matrix." if dimensions == 1 else "[P, P].")
+                + _EXPECTED[dimensions]
             )
     return _Series(
         metric if flow is None else f"{metric} of {flow}",
@@ -303,9 +348,9 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _text(setter: Any, words: str) -> None:
+def _text(setter: Any, words: str, **look: Any) -> None:
     """Set a title or label that may hold module paths: a $ in one starts no formula."""
-    setter(words, parse_math=False)
+    setter(words, parse_math=False, **look)
 
 
 def _legend(axes: Axes, lines: Mapping[str, Line2D]) -> None:

@@ -188,6 +188,26 @@ def test_gates() -> None:
         plot.gates(make_records([0]))
 
 
+def test_mixing_squares_are_the_last_matrices_in_order_of_depth() -> None:
+    sites = np.arange(20 * 4 * 4.0).reshape(20, 4, 4) / 100 - 0.5
+    records = make_records([0, 10, 20])
+    for record in records[:2]:
+        record.metrics["mix_matrix"] = sites * (record.step + 1)
+        record.metric_labels = {"mix_matrix": tuple(f"b.{i}#0" for i in range(20))}
+    figure = plot.mixing(records)
+    drawn(figure)
+    squares = [axes for axes in figure.axes if axes.images]
+    # 16 of 20, evenly spaced: index 1 is 19 / 15, rounded; index 2 is 38 / 15, rounded
+    assert [axes.get_title() for axes in squares][:3] == ["b.0#0", "b.1#0", "b.3#0"]
+    assert len(squares) == 16
+    assert squares[-1].get_title() == "b.19#0"
+    np.testing.assert_array_equal(squares[2].images[0].get_array(), sites[3] * 11)
+    assert {axes.images[0].get_clim() for axes in squares} == {(-0.5 * 11, pytest.approx((319 / 100 - 0.5) * 11))}
+    assert figure.get_suptitle() == "mix_matrix, step 10"
+    with pytest.raises(FlowscopeError, match=r"plot\.mixing: .*mode='shc', 'dhc' or 'mhc'"):
+        plot.mixing(make_records([3]))
+
+
 def test_compare_runs_of_equal_and_of_other_depth() -> None:
     a, b = make_records([0, 5]), make_records([0, 9], gradient_product=lambda s: np.array([1.0, 2.0, 1.0 + s]))
     figure = plot.compare({"_plain": a, "keel": Run(None, b)})
