@@ -383,7 +383,7 @@ class Scope:
         slow = sampling and self.config.slow_every > 0 and self._samples % self.config.slow_every == 0
         self._observation.begin_step(sampling=sampling, slow=slow)
         if sampling and not self._clock_optimizers():
-            self._observation.before_update()
+            self._observation.before_update(updating=False)
 
     def _clock_optimizers(self) -> list[Any]:
         return self._clock.optimizers if hasattr(self, "_clock") else []

@@ -211,7 +211,7 @@ def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults)
     failed = faults.failed
 
     def hook(gradient: Tensor) -> None:
-        if MASK.on or part in failed or no_training_pass() or _is_batched(gradient):
+        if MASK.on or part in failed or _is_batched(gradient):
             return
         try:
             deposit(gradient.detach())

@@ -19,7 +19,8 @@ Number = Tensor | float
 
 def norms(tensors: Sequence[Tensor]) -> list[Number]:
     """Return the norm of each tensor, in order."""
-    fused = [i for i, t in enumerate(tensors) if is_host(t) and t.dtype == torch.float32 and t.numel() <= FP32_ENTRIES]
+    small = (i for i, t in enumerate(tensors) if t.is_cpu and t.dtype is torch.float32 and t.numel() <= FP32_ENTRIES)
+    fused = [] if torch.compiler.is_compiling() else list(small)
     held: dict[int, float] = {}
     if fused:
         values = numbers(torch._foreach_norm([tensors[i] for i in fused]))

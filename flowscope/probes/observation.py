@@ -211,10 +211,10 @@ class Observation:
         if self.parameters is not None:
             self.parameters.drop()
 
-    def before_update(self) -> None:
+    def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""
         if self.parameters is not None and self.faults.alive("parameters"):
-            self.faults.guard("parameters", self.parameters.before_step)
+            self.faults.guard("parameters", partial(self.parameters.before_step, updating=updating))
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Read the gradients that an optimizer (ids of its parameters), or all, will use."""

@@ -46,12 +46,15 @@ class ParameterObserver:
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         share = SAMPLE_BUDGET // max(1, len(self.names))
         self._samples = WeightSamples(max(1, min(config.update_samples, share)))
+        self._now: list[Tensor | None] | None = None
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number]] = {}
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
+        if self._now is not None:
+            return self._now
         return [module._parameters.get(key) for module, key in self._places]
 
     def trainable(self) -> NDArray[np.float64]:
@@ -68,15 +71,21 @@ class ParameterObserver:
         self._children = _children(self._model)
 
     @torch.no_grad()
-    def before_step(self) -> None:
-        """Take the weights' norms and samples, before the optimizer changes them."""
+    def before_step(self, *, updating: bool) -> None:
+        """Take the weights' norms and samples, before the optimizer changes them.
+
+        Args:
+            updating: the optimizer steps right now, so the parameters are looked up once until `take`.
+        """
+        self._now = None
         self._follow_replaced_modules()
+        self._now = self.current() if updating else None
         live = self._live()
         self.norms = dict(zip(live, norms(list(live.values())), strict=True))
         self._samples.take_before(live)
 
     def _live(self) -> dict[int, Tensor]:
-        return {i: p.detach() for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
+        return {i: p for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
 
     @torch.no_grad()
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
@@ -91,7 +100,7 @@ class ParameterObserver:
             if parameter is None or parameter.grad is None or i in self.gradients:
                 continue
             if only is None or id(parameter) in only:
-                gradient = parameter.grad.detach()
+                gradient = parameter.grad
                 found[i] = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = norms(list(found.values()))
         if scale is not None:
@@ -122,6 +131,7 @@ class ParameterObserver:
                     columns.setdefault((value.device, value.dtype), []).append((row, i, value))
                 else:
                     values[row, i] = value
+        self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
@@ -131,6 +141,7 @@ class ParameterObserver:
 
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""
+        self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self._samples.drop()
 
