@@ -46,23 +46,23 @@ def main() -> None:
         wrapped = write_report({"post_ln_keel": runs["post_ln_keel"]}, Path(scratch) / "wrapped.html")
 
         with tensorboard(arguments.runs) as address:
-            page = chromium.new_page(viewport={"width": 1280, "height": 1220})
+            page = chromium.new_page(viewport={"width": 1280, "height": 1500})
             page.goto(f"{address}#flowscope")
             page.frame_locator("iframe").locator(".heats canvas").nth(1).wait_for()
             save(page, images / "tensorboard_tab.png")
 
-        page = chromium.new_page(viewport={"width": 1280, "height": 1350})
+        page = chromium.new_page(viewport={"width": 1280, "height": 1720})
         page.goto(twins.as_uri())
         page.locator("section.alerts").get_by_text("vanishing_gradient").click()
         save(page, images / "report_alert.png")
 
-        page = chromium.new_page(viewport={"width": 1280, "height": 1740}, color_scheme="dark")
+        page = chromium.new_page(viewport={"width": 1280, "height": 2010}, color_scheme="dark")
         page.goto(twins.as_uri())
         page.get_by_role("button", name="Depth", exact=True).click()
         page.locator(".matrices").wait_for()
         save(page, images / "report_depth_dark.png")
 
-        page = chromium.new_page(viewport={"width": 1280, "height": 1130})
+        page = chromium.new_page(viewport={"width": 1280, "height": 1310})
         page.goto(wrapped.as_uri())
         page.get_by_role("button", name="Gates", exact=True).click()
         page.get_by_role("heading", name="gate_mean over depth").wait_for()

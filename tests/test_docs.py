@@ -16,7 +16,14 @@ from flowscope.detectors import DETECTORS
 from flowscope.records import split_key
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/metrics.md", "docs/how-it-works.md", "docs/troubleshooting.md", "docs/alerts.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/metrics.md",
+    "docs/how-it-works.md",
+    "docs/troubleshooting.md",
+    "docs/alerts.md",
+    "docs/panels.md",
+)
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 
 
@@ -136,6 +143,18 @@ def test_links_lead_somewhere(name: str) -> None:
         assert target.startswith("https://") or ((ROOT / name).parent / target).exists(), f"{name} links to {target}"
     for path in re.findall(r"`((?:tests|examples|benchmarks|flowscope)/[\w/.-]+\.py)`", read(name)):
         assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_documented_commands_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from flowscope.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    offered = set(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE))
+    listings = [text for name in DOCUMENTS for text in re.findall(r"^```text\n(.*?)^```", read(name), re.M | re.S)]
+    shown = {command for text in listings for command in re.findall(r"^flowscope (\w+)", text, re.M)}
+    assert len(shown) >= 4
+    assert shown <= offered
 
 
 # -- metrics and alerts

@@ -277,7 +277,9 @@ export class App {
 
   limits() {
     const config = Object.assign({}, ...this.drawn.map(({ run }) => run.config));
+    const here = (name) => (name === "vanishing_product" && this.axis() === "time" ? "vanishing_time" : name);
     return (this.metric.limits ?? [])
+      .map(here)
       .filter((name) => typeof config[name] === "number")
       .map((name) => ({ value: config[name], text: `alert limit ${config[name]}` }));
   }
