@@ -47,6 +47,29 @@ def test_other_patterns_of_calls_are_no_cut(tracked, backward):
     assert play(record(s, calls(tracked, backward)) for s in range(5)) == []
 
 
+@pytest.mark.parametrize(
+    ("tracked", "norms", "optimized", "raised"),
+    [
+        ([2] * 7, [0.1, NAN, NAN, NAN, 0.2], [1] * 5, True),  # a detach behind its end
+        ([0] * 7, [0.1, NAN, NAN, NAN, 0.2], [1] * 5, False),  # it had no turn
+        ([2] * 7, [0.1, NAN, NAN, NAN, 0.2], [1, 0, 0, 0, 1], False),  # a teacher that follows by averages
+        ([2] * 7, [0.1, NAN, NAN, NAN, 0.2], [NAN] * 5, False),  # no optimizer known
+        ([2] * 7, [NAN] * 5, [1] * 5, False),  # no backward at all
+    ],
+)
+def test_a_whole_flow_without_gradient_is_told_where_the_optimizer_holds_it(tracked, norms, optimized, raised):
+    lost = parameters([1] * 5, norms, optimized)
+    alerts = [a for a in play(record(s, calls(tracked, [0] * 7), **lost) for s in range(9)) if a.severity != "info"]
+    assert told(alerts) == ([("no_gradient", "blocks.5", 2, "raised")] if raised else [])
+
+
+def test_a_flow_that_waits_for_its_turn_is_no_detached_one():
+    lost, seen = parameters([1] * 5, [0.1, NAN, NAN, NAN, 0.2]), parameters([1] * 5, [0.1] * 5)
+    series = [(calls([2] * 7, [0] * 7), lost), (calls([2] * 7, [2] * 7), seen)] * 6
+    alerts = play(record(s, flow, **params) for s, (flow, params) in enumerate(series))
+    assert [a for a in alerts if a.severity != "info"] == []
+
+
 def test_a_cut_explains_the_vanished_gradient_of_its_flow():
     cut = calls([2] * 7, [0, 0, 2, 2, 2, 2, 2]) | gradients([NAN, NAN, 1e-6, 1, 1, 1])
     (alert,) = play(record(s, cut) for s in range(5))

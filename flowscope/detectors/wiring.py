@@ -12,6 +12,9 @@ from flowscope.records import Record, RunHeader
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
 
+DETACHED_RECORDS = 3
+"""A flow without any gradient may have had no turn: it counts after this many records."""
+
 
 class NoGradient(Detector):
     """A cut inside a flow (error), parameters that get no gradient (info), frozen ones (info, norm-only: warning)."""
@@ -23,7 +26,7 @@ class NoGradient(Detector):
         cuts: list[Finding] = []
         for view in each_flow(record, header):
             # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
-            finding = self._cut(view) if view.layout.kind != "time" else None
+            finding = (self._cut(view) or self._detached(view, header)) if view.layout.kind != "time" else None
             if finding is not None:
                 cuts.append(finding)
         yield from cuts
@@ -40,8 +43,10 @@ class NoGradient(Detector):
 
     def _cut(self, view: FlowView) -> Finding | None:
         tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
-        if tracked is None or backward is None or not bool((backward > 0).any()):
+        if tracked is None or backward is None:
             return Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
+        if not bool((backward > 0).any()):
+            return None  # the whole flow: a teacher, or detached behind its end
         first_with = int(np.argmax(backward > 0))
         silent = (tracked > 0) & ~(backward > 0)
         before = np.flatnonzero(silent[:first_with])
@@ -61,6 +66,42 @@ class NoGradient(Detector):
             "the part before it is meant to stay fixed, set requires_grad_(False) on it",
             view.layout.name,
             immediate=True,
+            cause="cut",
+        )
+
+    def _detached(self, view: FlowView, header: RunHeader) -> Finding | None:
+        """A whole flow that ran with a graph and got no gradient, though the optimizer that steps holds its weights.
+
+        A teacher whose output is detached on purpose is in no optimizer; a part that has no turn is not run.
+        """
+        tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
+        if tracked is None or backward is None or bool((backward > 0).any()):
+            return None
+        unseen = Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
+        columns = [view.record.metrics.get(f"param_{name}") for name in ("trainable", "grad_norm", "optimized")]
+        trainable, norms, optimized = columns
+        if trainable is None or norms is None or optimized is None or not bool((tracked > 0).any()):
+            return unseen
+        paths = tuple(f"{block.partition('#')[0]}." for block in view.layout.blocks)
+        names = [parameter_name(view.record, header, i) for i in range(trainable.size)]
+        inside = np.array([name.startswith(paths) for name in names]) & (trainable == 1)
+        if not inside.any() or not np.isnan(norms[inside]).all() or bool(np.isnan(norms).all()):
+            return unseen
+        if not bool((optimized[inside] == 1).all()):
+            return unseen
+        where = view.point(tracked.size - 1)
+        return Finding(
+            self.kind,
+            where,
+            "warning",
+            float(inside.sum()),
+            0.0,
+            f"no gradient reaches {where} or what lies before it: all {tracked.size} points ran, the optimizer holds "
+            f"their {int(inside.sum())} parameters, and none got a gradient",
+            f"look for .detach(), .data, .item() or torch.no_grad() behind {where}, or a loss that does not use it; if "
+            "it is meant to stay fixed, set requires_grad_(False) on it",
+            view.layout.name,
+            records=DETACHED_RECORDS,
             cause="cut",
         )
 
