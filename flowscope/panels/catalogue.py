@@ -43,7 +43,8 @@ VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Parameters", "Finiteness", "Ot
 _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "gradient_product": (
         "Gradient",
-        "Share of the last point's gradient that arrives at each depth. Healthy: 0.1 to 10; alert under 0.001 (over time 1e-8).",
+        "Share of the last point's gradient that arrives at each depth. Healthy: 0.1 to 10; alert under 0.001 (in time "
+        "1e-8).",
         "log",
     ),
     "gain": ("Gradient", "What one block does to the gradient that passes back through it. Healthy: about 1.", "log"),

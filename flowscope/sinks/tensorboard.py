@@ -156,13 +156,13 @@ class TensorBoardSink:
 
     def _charts(self, record: Record) -> dict[str, dict[str, list[str]]]:
         charts: dict[str, dict[str, list[str]]] = {} if record.loss is None else {"loss": {"loss": ["flow/loss"]}}
-        for key in {**record.metrics, **(self._header.labels if self._header else {})}:
-            place = self._place(key, record)
-            if place:
-                metric = f"log10_{place[1]}" if place[1] in LOG_CHARTS else place[1]
-                title = f"{metric}: median, band from min to max"
-                tags = [f"{place[0]}/{metric}/{name}" for name in ("median", "min", "max")]
-                charts.setdefault(place[0], {})[title] = tags
+        keys = {**record.metrics, **(self._header.labels if self._header else {})}
+        places = [place for key in keys if (place := self._place(key, record))]
+        for place in sorted(places, key=lambda place: SCALARS.index(place[1])):
+            metric = f"log10_{place[1]}" if place[1] in LOG_CHARTS else place[1]
+            title = f"{metric}: median, band from min to max"
+            tags = [f"{place[0]}/{metric}/{name}" for name in ("median", "min", "max")]
+            charts.setdefault(place[0], {})[title] = tags
         return charts
 
     def _images(self, record: Record) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 import { el } from "./dom.js";
 
-const SIGNS = { error: "✖", warning: "▲", info: "●", ok: "✔", none: "–" };
+/** One sign a severity: colour alone is lost on many. */
+export const SIGNS = { error: "✖", warning: "▲", info: "●", ok: "✔", none: "–" };
 
 /** The state of each run in a few words. */
 export function verdicts(runs, colourOf) {

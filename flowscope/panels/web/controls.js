@@ -1,5 +1,6 @@
 // The choices: runs, flow, view, metric, scale.
 
+import { SIGNS } from "./alerts.js";
 import { el } from "./dom.js";
 import { SCALES } from "./scale.js";
 
@@ -84,7 +85,7 @@ export class Controls {
         el("input", { type: "checkbox", checked: chosen.runs.includes(run.name), onchange: toggle }),
         el("span", { class: "swatch", style: { background: colourOf(run.name) } }),
         el("span", { class: "run-name" }, run.name),
-        el("span", { class: `dot ${run.verdict.severity}`, title: run.verdict.text }),
+        el("span", { class: `sign ${run.verdict.severity}`, title: run.verdict.text, role: "img", "aria-label": run.verdict.text }, SIGNS[run.verdict.severity]),
       );
     };
     this.runs.replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(wanted)).slice(0, 200).map(row));
@@ -126,7 +127,7 @@ export class Controls {
     const groups = order.filter((view) => found.some((metric) => metric.view === view));
     const option = (metric) => el("option", { value: metric.metric, title: metric.words }, metric.metric);
     const options = groups.map((view) => el("optgroup", { label: view }, ...found.filter((metric) => metric.view === view).map(option)));
-    replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, "no metric has this name")], chosen.metric);
+    replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, metrics.length ? "no metric has this name" : "choose a run first")], chosen.metric);
   }
 }
 
