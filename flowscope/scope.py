@@ -329,7 +329,9 @@ class Scope:
         self._read_gradients(optimizer)
 
     def _read_gradients(self, optimizer: Any) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # a lone optimizer's gradients are read with those that no optimizer holds
+        alone = len(self._clock.optimizers) == 1
+        held = None if alone else {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._observation.read_gradients(held, getattr(optimizer, "grad_scale", None))
 
     def after_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:
@@ -340,7 +342,8 @@ class Scope:
                 self._replays = self._replays or self._observation.replay_time()
                 self._read_gradients(optimizer)
             if last:
-                self._observation.read_gradients()
+                if len(self._clock.optimizers) > 1:
+                    self._observation.read_gradients()
                 self._observation.after_update()
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are

@@ -79,6 +79,7 @@ class FlowObserver:
         self._repeats = True
         self._repeated = False
         self._depth_rows = DepthRows()
+        self._labelled: tuple[list[PointKey], tuple[str, ...]] = ([], ())
         self._new_pass()
         for index, path in enumerate(flow.outputs):
             module = model.get_submodule(path)
@@ -383,13 +384,17 @@ class FlowObserver:
             return head + ran + [(i, 0) for i in range(len(self.paths)) if i not in reached]
         return head + [(i, 0) for i in range(len(self.paths))]
 
-    def labels(self, points: list[PointKey]) -> list[str]:
+    def labels(self, points: list[PointKey]) -> tuple[str, ...]:
         """Module paths of the points; `path:input` for x_0, `path#call` where a module is called several times."""
-        repeated = {index for index, call in points if call}
-        entry = f"{display_path(str(self.flow.entry))}:input"
-        return [
-            entry if i == ENTRY else f"{self.paths[i]}#{call}" if i in repeated else self.paths[i] for i, call in points
-        ]
+        if points != self._labelled[0]:
+            repeated = {index for index, call in points if call}
+            entry = f"{display_path(str(self.flow.entry))}:input"
+            named = (
+                entry if i == ENTRY else f"{self.paths[i]}#{call}" if i in repeated else self.paths[i]
+                for i, call in points
+            )
+            self._labelled = (points, tuple(named))
+        return self._labelled[1]
 
     def source(self, key: PointKey) -> tuple[FlowObserver, PointKey]:
         """The observer that holds the row of a point (another flow's where this flow borrows it)."""

@@ -30,7 +30,7 @@ class ParameterObserver:
 
     def __init__(self, model: nn.Module, config: WatchConfig) -> None:
         self._model, self._config = model, config
-        self.names: list[str] = []
+        names: list[str] = []
         self._places: list[tuple[nn.Module, str]] = []
         self._paths: list[tuple[str, str]] = []
         self._children = _children(model)
@@ -40,9 +40,10 @@ class ParameterObserver:
                 if parameter is None or id(parameter) in seen or not _floating(parameter):
                     continue
                 seen.add(id(parameter))
-                self.names.append(display_path(f"{prefix}.{key}" if prefix else key))
+                names.append(display_path(f"{prefix}.{key}" if prefix else key))
                 self._places.append((module, key))
                 self._paths.append((prefix, key))
+        self.names = tuple(names)
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         share = SAMPLE_BUDGET // max(1, len(self.names))
         self._samples = WeightSamples(max(1, min(config.update_samples, share)))
@@ -125,12 +126,12 @@ class ParameterObserver:
         rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(2)]
         read = np.zeros(values.shape, dtype=bool)
         for row, found in rows:
-            for i, value in found.items():
-                read[row, i] = True
+            read[row, list(found)] = True
+            numbers = {i: value for i, value in found.items() if not isinstance(value, Tensor)}
+            values[row, list(numbers)] = list(numbers.values())
+            for i, value in found.items() if len(numbers) < len(found) else ():
                 if isinstance(value, Tensor):
                     columns.setdefault((value.device, value.dtype), []).append((row, i, value))
-                else:
-                    values[row, i] = value
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         vectors = [

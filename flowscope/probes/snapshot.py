@@ -123,7 +123,8 @@ class Snapshot:
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
         points = self._points[id(flow)]
         labels = flow.labels(points)
-        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, tuple(labels), tuple(labels[1:])))
+        blocks = labels[1:]
+        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, blocks))
         picked, calls = self._picked(flow, points, rows)
         metrics = summaries.flow_metrics(picked)
         metrics["forward_calls"], metrics["tracked_calls"] = calls
@@ -133,7 +134,7 @@ class Snapshot:
             metrics["group_grad_norm"] = metrics["grad_norm"]
             metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
         for name, values in metrics.items():
-            out.add(name, values, labels if len(values) == len(points) else labels[1:])
+            out.add(name, values, labels if len(values) == len(points) else blocks)
         self._slow(out, flow, points, labels, host, picked)
         for site, where in self._sites:
             if site.flow == flow.flow.name:
@@ -164,7 +165,7 @@ class Snapshot:
         out: RecordBuilder,
         flow: FlowObserver,
         points: list[PointKey],
-        labels: list[str],
+        labels: Sequence[str],
         host: list[Array],
         picked: Array,
     ) -> None:
@@ -198,7 +199,7 @@ class Snapshot:
             for name, array in zip(("param_trainable", "param_optimized"), self._wiring, strict=True):
                 out.add(name, array, names)
             out.add("param_is_norm", observation.parameters.is_norm, names)
-            norms = dict(zip(names, out.values("param_grad_norm"), strict=True))
+            norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}
             for site, _ in self._sites:
                 out.within(site.flow)
                 for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():

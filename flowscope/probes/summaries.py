@@ -51,9 +51,9 @@ def depth_metrics(rows: Array) -> dict[str, Array]:
     with np.errstate(all="ignore"):
         branch, carry = np.sqrt(rows[1:, s.BRANCH_SQUARE]), np.sqrt(rows[1:, s.CARRY_SQUARE])
         return {
-            "cosine": np.array([1 - histogram_quantile(h, 0.5) for h in histograms]),
-            "cosine_p05": np.array([1 - histogram_quantile(h, 0.95) for h in histograms]),
-            "cosine_p95": np.array([1 - histogram_quantile(h, 0.05) for h in histograms]),
+            "cosine": 1 - histogram_quantiles(histograms, 0.5),
+            "cosine_p05": 1 - histogram_quantiles(histograms, 0.95),
+            "cosine_p95": 1 - histogram_quantiles(histograms, 0.05),
             "cosine_to_input": rows[:, s.TO_INPUT] / _nan_where_zero(rows[:, s.TO_INPUT_COUNT]),
             "token_cosine": rows[:, s.TOKEN] / _nan_where_zero(rows[:, s.TOKEN_COUNT]),
             "branch_share": np.where(histograms.sum(1) > 0, branch / (branch + carry), np.nan),
@@ -70,19 +70,19 @@ def bucket_middles() -> Array:
 _MIDDLES = bucket_middles()
 
 
-def histogram_quantile(counts: Array, q: float) -> float:
-    """The q-quantile of 1 - cos from its bucket counts, as numpy's linear rule on the bucket middles.
+def histogram_quantiles(counts: Array, q: float) -> Array:
+    """The q-quantile of 1 - cos of each row of bucket counts [L, BUCKETS]: numpy's linear rule on the bucket middles.
 
-    A quarter-octave bucket's middle is within 2^(1/8) - 1 = 9.1 % of every value in it.
+    A quarter-octave bucket's middle is within 2^(1/8) - 1 = 9.1 % of every value in it. NaN for an empty row.
     """
-    total = counts.sum()
-    if not total > 0:
-        return float("nan")
-    cumulative = np.cumsum(counts)
-    rank = q * (total - 1)
-    low, high = np.searchsorted(cumulative, [np.floor(rank), np.ceil(rank)], side="right")
-    fraction = rank - np.floor(rank)
-    return float(_MIDDLES[low] * (1 - fraction) + _MIDDLES[high] * fraction)
+    cumulative = np.cumsum(counts, axis=1)
+    total = cumulative[:, -1]
+    rank = q * np.maximum(total - 1, 0)
+    ranks = np.stack([np.floor(rank), np.ceil(rank)])
+    # the bucket of the r-th smallest value: how many buckets end at or before it
+    low, high = np.minimum((cumulative[None] <= ranks[..., None]).sum(-1), counts.shape[1] - 1)
+    fraction = rank - ranks[0]
+    return np.where(total > 0, _MIDDLES[low] * (1 - fraction) + _MIDDLES[high] * fraction, np.nan)
 
 
 def parameter_metrics(values: Array, sampled: NDArray[np.bool_]) -> dict[str, Array]:
