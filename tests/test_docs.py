@@ -23,6 +23,7 @@ DOCUMENTS = (
     "docs/troubleshooting.md",
     "docs/alerts.md",
     "docs/panels.md",
+    "docs/wrapping.md",
 )
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 
@@ -105,6 +106,34 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+class DenseLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, D)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return torch.relu(self.linear(torch.cat(features, -1)))
+
+
+class DenseBlock(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, -1)
+
+
+class Concatenating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(IN, D)
+        self.denseblock1 = DenseBlock({f"denselayer{i}": DenseLayer(D * (i + 1)) for i in range(3)})
+        self.head = nn.Linear(4 * D, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.denseblock1(self.embed(x)))
+
+
 # -- code
 
 
@@ -171,7 +200,7 @@ def recorded() -> set[str]:
     example = batches()[0][0]
     modes = ("highway", "keel-postln", "dhc")
     wrapped = [flowscope.wrap(Transformer(), mode, example_inputs=example) for mode in modes]
-    for model in (Transformer(), mlp(), Recurrent(fused=True), Recurrent(fused=False), *wrapped):
+    for model in (Transformer(), mlp(), Recurrent(fused=True), Recurrent(fused=False), Concatenating(), *wrapped):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"console": "off", "slow_every": 1, "branch_alignment": True}
         with flowscope.watch(model, optimizer, config=config) as scope:
