@@ -106,6 +106,8 @@ def test_changing_metric_flow_scale_and_run(opened: tuple[Watched, Any]) -> None
     assert hover(panels, "a · dec", 3, 4, 5) == [DECODER[3], "step 15", "32"]
     assert panels.locator(".colour-bar .not-seen").is_visible()
     before = panels.locator(".picture .shades span").all_inner_texts()
+    # 0.5 to 32, and exact zeros, which have an edge of their own on a logarithmic scale
+    assert before == ["0", "0.1", "1", "10", "100"]
     panels.locator("#scale").select_option("linear")
     panels.locator(".picture .shades span", has_text="20").first.wait_for()
     assert panels.locator(".picture .shades span").all_inner_texts() != before

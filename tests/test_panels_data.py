@@ -261,6 +261,20 @@ def test_a_run_without_header_is_reported_with_numbered_rows(tmp_path: Path) -> 
     assert "no header" in data["runs"][0]["notices"][0]
 
 
+def test_after_a_change_of_layout_old_rows_do_not_get_new_names() -> None:
+    names = [("a.0", "a.1"), ("b.0", "b.1"), ("b.0", "b.1")]
+    records = [
+        Record(step, 1.0, {"gain": np.array([step, step + 0.5])}, metric_labels={"gain": rows})
+        for step, rows in enumerate(names)
+    ]
+    header = RunHeader("0.1.0", (), {"gain": names[-1]})
+    series = report.report_payload({"r": Run(header, records, [])}, "t")["series"]["r"]["gain"]
+    assert series["steps"] == [1, 2]
+    assert series["values"] == [[1, 2], [1.5, 2.5]]
+    assert [row[0] for row in series["rows"]] == ["b.0", "b.1"]
+    assert series["dropped"] == 1
+
+
 def test_a_long_and_deep_run_stays_under_five_megabytes(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     depth, count = 1025, 300

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,13 +133,21 @@ def report_payload(runs: Mapping[str, RunLike], title: str) -> dict[str, Any]:
 def _all_series(run: RunLike) -> dict[str, Series]:
     labels = run.header.labels if run.header else {}
     points: dict[str, list[tuple[int, Any]]] = {}
-    for record in run.records:
+    rows: dict[str, Sequence[str]] = {}
+    older: Counter[str] = Counter()
+    for record in reversed(run.records):
         for key, array in record.metrics.items():
-            if array.size:
+            if not array.size:
+                continue
+            names = tuple(record.metric_labels.get(key, labels.get(key, ())))
+            if names == rows.setdefault(key, names):
                 points.setdefault(key, []).append((record.step, array))
+            else:
+                older[key] += 1  # as many rows or not: they were other modules then
     order = {key: i for i, key in enumerate(labels)}
     keys = sorted(points, key=lambda key: order.get(key, len(order)))
-    return {key: make_series(key, points[key], labels.get(key, ())) for key in keys}
+    found = {key: make_series(key, points[key][::-1], rows[key]) for key in keys}
+    return {key: replace(series, dropped=series.dropped + older[key]) for key, series in found.items()}
 
 
 def _view(name: str, run: RunLike, series: Mapping[str, Series]) -> RunView:

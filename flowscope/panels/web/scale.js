@@ -34,7 +34,7 @@ const FORWARD = {
 };
 
 function domain(kind, { bounds, fitted }, seen) {
-  if (!seen.length) return [0, 1];
+  if (!seen.length) return kind === "log" ? [-3, 0] : [0, 1];
   const sorted = Float64Array.from(seen).sort();
   const at = (share) => sorted[Math.round(share * (sorted.length - 1))];
   // single spikes must not wash out everything else; their numbers are still told on hover
@@ -67,7 +67,13 @@ export function makeScale(kind, { bounds = null, fitted = false }, numbers) {
     const at = forward(value);
     if (Number.isFinite(at)) seen.push(at);
   }
-  const [low, high] = domain(kind, { bounds, fitted }, seen);
+  let [low, high] = domain(kind, { bounds, fitted }, seen);
+  const marks = ticks(kind, low, high);
+  // what the logarithm sends to infinity gets an edge of its own, or 0 would be read as the lowest mark
+  const room = 0.1 * (high - low);
+  const [zeros, ones] = [kind === "log" && numbers.some((value) => value <= 0), kind === "rest" && numbers.some((value) => value >= 1)];
+  if (zeros) low -= room;
+  if (ones) high += room;
   const place = (at) => (at - low) / (high - low);
   return {
     kind,
@@ -76,7 +82,11 @@ export function makeScale(kind, { bounds = null, fitted = false }, numbers) {
       return Number.isFinite(at) ? Math.min(1, Math.max(0, place(at))) : Number.isFinite(value) ? (at > 0 ? 1 : 0) : at;
     },
     inside: (value) => forward(value) >= low && forward(value) <= high,
-    ticks: ticks(kind, low, high).map((at) => ({ position: place(at), text: tickText(kind, at) })),
+    ticks: [
+      ...(zeros ? [{ position: 0, text: "0" }] : []),
+      ...marks.map((at) => ({ position: place(at), text: tickText(kind, at) })),
+      ...(ones ? [{ position: 1, text: "1" }] : []),
+    ],
   };
 }
 
