@@ -365,3 +365,37 @@ def test_layers_with_complex_inputs_are_no_rectified_ones() -> None:
         optimizer.step()
     assert np.isfinite(scope.records[0]["grad_norm"]).all()
     assert "dead_fraction" not in scope.records[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_evaluation_on_nested_tensors_leaves_the_probes_alive() -> None:
+    """nn.TransformerEncoder packs padded batches into nested tensors where no gradient is asked for."""
+    layer = nn.TransformerEncoderLayer(D, 2, 12, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[:, -2:] = True
+    x = torch.randn(B, T, D)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(2):
+            model.train()
+            model(x, src_key_padding_mask=padding).square().mean().backward()
+            model.eval()
+            with torch.no_grad():
+                seen = model(x, src_key_padding_mask=padding)
+            optimizer.step()
+    assert seen.shape[1] == T - 2 or bool((seen[:, -2:] == 0).all())  # the fast path was taken
+    for record in scope.records:
+        assert record["backward_calls"].tolist() == [0, 1, 1, 1]
+        assert np.isfinite(record["grad_norm"][1:]).all()
+
+
+def test_a_model_on_jagged_tensors_trains_and_is_not_seen() -> None:
+    net = nn.Sequential(*Stack(2).blocks)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with flowscope.watch(net, optimizer, config={"console": "off"}) as scope:
+        ragged = torch.nested.nested_tensor([torch.randn(4, D), torch.randn(6, D)], layout=torch.jagged)
+        net(ragged).values().square().mean().backward()
+        optimizer.step()
+    assert np.isnan(scope.records[0]["grad_norm"]).all()
+    assert np.isfinite(scope.records[0]["param_grad_norm"]).all()

@@ -16,9 +16,13 @@ HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "h
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors with values inside tuples, lists, mappings and dataclasses, nested, in order."""
+    """Yield the dense floating-point tensors with values in tuples, lists, mappings and dataclasses, nested, in order.
+
+    Sparse and nested ones are no hidden states we can read (nn.TransformerEncoder makes nested ones when it evaluates).
+    """
     if isinstance(value, Tensor):
-        if (value.is_floating_point() or value.is_complex()) and not value.is_meta and value.numel():
+        dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
+        if dense and (value.is_floating_point() or value.is_complex()) and value.numel():
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
