@@ -86,7 +86,10 @@ def loss_value(loss: Any) -> Tensor | float | None:
         return float(loss.mean())
     if not isinstance(loss, Tensor):
         raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
-    return loss.detach().float().mean()
+    loss = loss.detach()
+    if loss.device.type == "cpu":
+        return float(loss.float().mean() if loss.dim() else loss)
+    return loss.float().mean()
 
 
 def step_number(step: Any) -> int | None:

@@ -65,6 +65,10 @@ class DepositBuffer:
         for tensor in self._tensors.values():
             tensor.zero_()
 
+    def empty(self) -> bool:
+        """Whether nothing was deposited since the last `take`; False where only a device could tell."""
+        return all(device == _HOST for device in self._tensors) and not self._numbers.any()
+
     def take(self) -> list[Tensor]:
         """Return a snapshot (still on the devices) of all rows and zero them."""
         taken = [tensor[: self.rows].clone() for tensor in self._tensors.values()]

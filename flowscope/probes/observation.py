@@ -243,7 +243,8 @@ class Observation:
 
     def take_canary(self) -> HostCopy:
         """The canary's counts of this step on their way to the host, and start again from zero."""
-        return HostCopy(self.canary.buffer.take())
+        buffer = self.canary.buffer
+        return HostCopy([] if buffer.empty() else buffer.take())
 
     def snapshot(self, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]) -> Snapshot:
         """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
