@@ -399,3 +399,28 @@ def test_a_model_on_jagged_tensors_trains_and_is_not_seen() -> None:
         optimizer.step()
     assert np.isnan(scope.records[0]["grad_norm"]).all()
     assert np.isfinite(scope.records[0]["param_grad_norm"]).all()
+
+
+def test_padding_that_is_exactly_zero_is_no_token() -> None:
+    class Padded(Stack):
+        def forward(self, x: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+            h = keep(taps, self.embed(x) * mask)
+            for block in self.blocks:
+                h = keep(taps, block(h))
+            return self.head(h)
+
+    mask = torch.ones(B, T, 1)
+    mask[0, 3:] = mask[1, 1:] = 0.0  # three tokens, one token (no pair), all five
+    model = Padded(3)
+    states: list[Tensor] = []
+    x = data()[0]
+    copy.deepcopy(model)(x, states)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with watched(model, optimizer) as scope:
+        model(x).sum().backward()
+        optimizer.step()
+    first = torch.nn.functional.normalize(states[0].detach().double(), dim=-1)
+    pairs = [first[b, :n] @ first[b, :n].T for b, n in ((0, 3), (2, T))]
+    wanted = np.mean([float((p.sum() - p.trace()) / p.numel() * len(p) / (len(p) - 1)) for p in pairs])
+    assert scope.records[0]["token_cosine"][0] == pytest.approx(wanted, abs=1e-6)
+    assert np.isfinite(scope.records[0]["token_cosine"]).all()

@@ -97,9 +97,7 @@ def run_statistics(before: Positions | None, points: list[Positions], origin: Po
             out[:, 0], out[:, 1] = _seen_sum(cosine.numpy())
         if sequences := points[0].sequences:
             tokens = now.shape[1] // sequences
-            weights = inverse.reshape(-1, 1, tokens)
-            total = torch.bmm(weights, now.reshape(-1, tokens, now.shape[-1])).squeeze(1)
-            means = (torch.linalg.vecdot(total, total) - tokens) / (tokens * (tokens - 1))
+            means = statistics.token_cosines(now.reshape(-1, tokens, now.shape[-1]), norms[first:].reshape(-1, tokens))
             out[:, 2], out[:, 3] = _seen_sum(means.view(len(points), sequences).numpy())
         if len(chain) > 1:
             difference = states[1:] - states[:-1]

@@ -155,6 +155,23 @@ def nonfinite_count(x: Tensor) -> Tensor:
     return torch.count_nonzero(x - x).reshape(1)
 
 
+def token_cosines(states: Tensor, norms: Tensor) -> Tensor:
+    """Return [G] the mean cosine between two different tokens of each sequence; NaN where it has under two.
+
+    A token that is exactly zero (padding that the embedding masks) has no direction and does not count.
+
+    Args:
+        states: [G, T, D].
+        norms: [G, T] of the tokens.
+    """
+    present = norms > 0
+    weights = torch.where(present, norms.reciprocal(), 0.0)
+    total = torch.bmm(weights.unsqueeze(1), states).squeeze(1)
+    count = present.sum(1)
+    means: Tensor = (torch.linalg.vecdot(total, total) - count) / (count * (count - 1))
+    return means
+
+
 LOWEST = -OCTAVES_BELOW - 1.0 / BUCKETS_PER_OCTAVE
 """Where bucket 0 begins, in octaves; what is smaller is moved into it."""
 
@@ -194,10 +211,8 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
     if origin is not None:
         products |= {"to_input": torch.linalg.vecdot(origin.values, now.values), "origin": origin.norm}
     if now.sequences:
-        tokens = now.values.shape[0] // now.sequences
-        weights = inverse.view(now.sequences, 1, tokens)
-        total = torch.bmm(weights, now.values.view(now.sequences, tokens, -1)).squeeze(1)
-        products["token"] = (torch.linalg.vecdot(total, total) - tokens) / (tokens * (tokens - 1))
+        shape = now.sequences, now.values.shape[0] // now.sequences
+        products["token"] = token_cosines(now.values.view(*shape, -1), now.norm.view(shape))
     if before is not None:
         difference = now.values - before.values
         products |= {"square": torch.linalg.vecdot(difference, difference), "before": before.norm}
