@@ -53,17 +53,29 @@ def server(browser: Any, logdir: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Any, server: str) -> Iterator[Watched]:
+    """TensorBoard's page with the tab open; it takes seconds to load, so the tests share it."""
+    watched = Watched(browser)
+    watched.page.set_default_timeout(TIMEOUT)
+    watched.page.goto(f"{server}#flowscope")
+    watched.page.frame_locator("iframe").locator(".heat canvas").first.wait_for()
+    yield watched
+    watched.page.close()
+
+
 @pytest.fixture(params=["tab", "report"])
 def opened(request: pytest.FixtureRequest, browser: Any, logdir: Path, tmp_path: Path) -> Iterator[tuple[Watched, Any]]:
     """A page and the part of it that shows the panels; what it asked for and complained about is checked afterwards."""
-    watched = Watched(browser)
-    watched.page.set_default_timeout(TIMEOUT)
     if request.param == "tab":
-        address = request.getfixturevalue("server")
-        watched.page.goto(f"{address}#flowscope")
+        allowed, watched = request.getfixturevalue("server"), request.getfixturevalue("tab")
+        watched.page.mouse.move(0, 0)
+        (frame,) = (frame for frame in watched.page.frames if "plugin_entry" in frame.url)
+        frame.goto(frame.url)  # the tab from its start, in the same TensorBoard
         panels: Any = watched.page.frame_locator("iframe")
-        allowed = address
     else:
+        watched = Watched(browser)
+        watched.page.set_default_timeout(TIMEOUT)
         file = write_report({run: read_run(logdir / run) for run in ("a", "b")}, tmp_path / "report.html")
         allowed = file.as_uri()
         watched.page.goto(allowed)
@@ -73,7 +85,8 @@ def opened(request: pytest.FixtureRequest, browser: Any, logdir: Path, tmp_path:
     assert watched.strangers(allowed) == []
     assert watched.requests, "the list of requests must not be empty, or it proves nothing"
     assert watched.complaints == []
-    watched.page.close()
+    if request.param == "report":
+        watched.page.close()
 
 
 def hover(panels: Any, run: str, row: int, rows: int, column: int) -> list[str]:
@@ -251,10 +264,15 @@ def test_new_records_appear_by_themselves(browser: Any, tmp_path: Path) -> None:
     with tensorboard(tmp_path) as address:
         wait_for_runs(address, 1)
         watched = Watched(browser)
+        watched.page.clock.install()
         watched.page.goto(f"{address}#flowscope")
         panels = watched.page.frame_locator("iframe")
         panels.locator(".verdict small", has_text="step 0").wait_for(timeout=TIMEOUT)
+        before = wait_for_runs(address, 1)
         sink.write(record("a", 7))
+        read = any(wait_for_runs(address, 1)[0]["stamp"] != before[0]["stamp"] for _ in range(20))
+        assert read, "TensorBoard has not read the new record"
+        watched.page.clock.fast_forward(10_000)  # the interval at which it looks
         panels.locator(".verdict small", has_text="step 7").wait_for(timeout=TIMEOUT)
         panels.locator(".step-axis span", has_text="7").wait_for(timeout=TIMEOUT)
         assert watched.complaints == []

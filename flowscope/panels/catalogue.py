@@ -50,6 +50,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "gain": ("Gradient", "What one block does to the gradient that passes back through it. Healthy: about 1.", "log"),
     "grad_norm": ("Gradient", "Norm of the gradient at each depth. Compare along depth, not between models.", "log"),
     "grad_rms": ("Gradient", "Gradient norm per entry: comparable between points of different size.", "log"),
+    "group_grad_norm": (
+        "Gradient",
+        "Gradient of each layer's new features over all their uses (features are concatenated).",
+        "log",
+    ),
     "shortcut_product": ("Gradient", "What the carry path alone keeps from here to the end. Healthy: about 1.", "log"),
     "act_rms": (
         "Depth",
@@ -61,6 +66,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "Cosine between a block's input and output (median; band 5 to 95 %). At 1 the block changes nothing.",
         "linear",
     ),
+    "width": ("Depth", "Number of new features of each layer.", "linear"),
     "cosine_to_input": (
         "Depth",
         "Cosine between the input of the stack and each depth. Low is what depth is for.",
