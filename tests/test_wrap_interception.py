@@ -85,6 +85,7 @@ CASES = [
     (models.StatementBlock, statement, False),
     (models.FunctionalDropoutBlock, functional_dropout, False),
     (models.FlatteningBlock, flattening, True),
+    (models.FlatteningPostNormBlock, post_norm, True),
     (models.TupleNormBlock, tuple_norm, True),
     (models.sequential_block, sequential, True),
 ]

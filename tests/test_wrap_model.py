@@ -260,6 +260,8 @@ def test_a_child_called_connection_stays() -> None:
         ({"mode": "kele"}, "expected one of residual, keel"),
         ({"mode": "dhc", "gate": "token"}, "gate is an option of mode keel, highway"),
         ({"mode": "dhc", "streams": 0}, "greater than or equal to 1"),
+        ({"mode": "keel", "init_bias": float("nan")}, "finite number"),
+        ({"mode": "keel", "optimizer": [1]}, "got list, expected a torch.optim.Optimizer"),
         ({"mode": "keel", "where": "nowhere.*"}, "no block's path matches"),
         ({"mode": "keel", "example_inputs": torch.ones(2, 3, D + 1)}, "could not be run on them"),
         ({"mode": "deepnorm"}, "expected post-norm sites"),
@@ -357,9 +359,10 @@ def test_random_state_is_left() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_keel_postln_skips_the_norm_it_applies_itself() -> None:
+@pytest.mark.parametrize("block", [models.PostNormBlock, models.FlatteningPostNormBlock])
+def test_keel_postln_skips_the_norm_it_applies_itself(block: Any) -> None:
     torch.manual_seed(0)
-    model, x = models.Stack(models.PostNormBlock, 2).double(), models.hidden_states().double()
+    model, x = models.Stack(block, 2).double(), models.hidden_states().double()
 
     def rms(h: torch.Tensor) -> torch.Tensor:
         return h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -373,6 +376,42 @@ def test_keel_postln_skips_the_norm_it_applies_itself() -> None:
     expected = model.head(h)
     wrap(model, "keel-postln", example_inputs=x)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_keel_postln_and_deepnorm_count_a_shared_block_at_each_call() -> None:
+    class Repeats(models.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for _ in range(3):
+                x = self.blocks[0](x)
+            return self.head(x)
+
+    def rms(h: torch.Tensor) -> torch.Tensor:
+        return h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    torch.manual_seed(0)
+    model, x = Repeats(models.PostNormBlock, 2).double(), models.hidden_states().double()
+    h, block = model.stem(x), model.blocks[0]
+    for _ in range(3):
+        h = block.norm1(6 * h + block.mix(rms(h)))
+        h = block.norm2(6 * h + torch.tanh(block.mlp(rms(h))))
+    expected = model.head(h)
+    wrap(model, "keel-postln", example_inputs=x)
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+    unwrap(model)
+    wrap(model, "deepnorm", example_inputs=x)
+    assert connections(model)[0][1].alpha == pytest.approx([(2 * 3) ** 0.25] * 2)
+
+
+def test_decoder_layers_are_found_by_structure_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(D, 2, 2, 3, 12, dropout=0.0, batch_first=True)
+    source, target = torch.randn(3, 5, D), torch.randn(3, 4, D)
+    expected = model(source, target)
+    wrap(model, "dhc")
+    assert {path.split(".")[0]: c.sites for path, c in connections(model)} == {"encoder": 2, "decoder": 3}
+    assert len(connections(model)) == 5
+    torch.testing.assert_close(model(source, target), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_deepnorm_knows_both_sides_of_an_encoder_decoder() -> None:

@@ -110,6 +110,15 @@ class FlatteningBlock(nn.Module):
         return (residual + self.b(self.norm(x))).view(shape)
 
 
+class FlatteningPostNormBlock(PostNormBlock):
+    """Flattens the positions between norm and second branch, and adds them back before the last norm, as OPT-350m."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        x = self.norm1(x + self.mix(x)).reshape(-1, x.size(-1))
+        return self.norm2((x + torch.tanh(self.mlp(x))).view(shape))
+
+
 class NormWithScale(nn.LayerNorm):
     """A norm that returns a pair, as I-BERT's."""
 

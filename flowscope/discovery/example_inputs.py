@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,13 @@ def default_calls(model: Any) -> list[Call]:
 
 
 def block_calls(block: nn.Module) -> Iterator[Call]:
-    """Yield hidden states a block might take alone, from its first widths: [B, T, D], [B, C, H, W], then [B, D]."""
+    """Yield hidden states a block might take alone, from its first widths: [B, T, D], [B, C, H, W], then [B, D].
+
+    One for each argument without a default: the layer of a decoder also takes what its cross-attention reads.
+    """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = inspect.signature(block.forward).parameters.values()
+    required = sum(a.kind in positional and a.default is a.empty for a in arguments) or 1
     linear: list[int] = []
     channels: list[int] = []
     for module in block.modules():
@@ -68,7 +75,8 @@ def block_calls(block: nn.Module) -> Iterator[Call]:
     shapes += [shape for d in dict.fromkeys(linear) for shape in ((2, 3, d), (2, d))]
     for shape in shapes:
         count = int(torch.Size(shape).numel())
-        yield (torch.linspace(-1, 1, count, device=place.device).sin().reshape(shape).to(dtype),), {}
+        x = torch.linspace(-1, 1, count, device=place.device).sin().reshape(shape).to(dtype)
+        yield tuple(x.clone() for _ in range(required)), {}
 
 
 def describe(call: Call) -> str:

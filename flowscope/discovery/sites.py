@@ -50,13 +50,17 @@ class Site:
 
 @dataclass(frozen=True)
 class BlockSites:
-    """A block with its sites; `first` and `last` say where streams would be expanded and reduced."""
+    """A block with its sites; `first` and `last` say where streams would be expanded and reduced.
+
+    `calls` is how often it ran in the trace: more than once where layers share it.
+    """
 
     path: str
     flow: str
     traced: TracedBlock
     first: bool = True
     last: bool = True
+    calls: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -305,7 +309,7 @@ def read_plan(trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
     """
     order = list(dict.fromkeys(run.path for run in trace.runs))
     count = Counter(run.path for run in trace.runs)
-    planned = [BlockSites(path, blocks[path], trace.traced[path]) for path in order]
+    planned = [BlockSites(path, blocks[path], trace.traced[path], calls=count[path]) for path in order]
     by_path = {block.path: number for number, block in enumerate(planned)}
     for before, after in zip(trace.runs, trace.runs[1:], strict=False):
         i, j = by_path[before.path], by_path[after.path]

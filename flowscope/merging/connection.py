@@ -47,9 +47,10 @@ class ConnectionContext:
     Attributes:
         features: D, the width of the carry.
         sites: merge sites in this block.
-        block: index of this block in the flow, `blocks` in all.
+        block: index of this block in the flow, `blocks` in all; a shared block counts at each of its calls.
         first: the block at which streams are expanded.
         last: the block at which streams are reduced.
+        calls: how often the block runs in one forward: more than once where layers share it.
         offset: index in the flow of this block's first site (the sub-layer index k of the papers).
         total_sites: sites in the whole flow; 0 means `blocks * sites`.
         feature_axis: -1, or 1 in convnets.
@@ -74,6 +75,7 @@ class ConnectionContext:
     other_blocks: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
+    calls: int = 1
 
     def __post_init__(self) -> None:
         """Fill in what follows from the rest; refuse what contradicts it."""

@@ -12,7 +12,7 @@ from flowscope.errors import FlowscopeError
 class ModeOptions(BaseModel):
     """Options of one mode; unknown names are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ResidualOptions(ModeOptions):

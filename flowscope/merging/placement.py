@@ -73,7 +73,11 @@ def argument_place(block: nn.Module, argument: int | str) -> tuple[int, str]:
 
 def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, ConnectionContext]]:
     """Yield each block with where it stands in its flow."""
-    blocks, sites = Counter(b.flow for b in plan.blocks), Counter(s.flow for s in plan.sites)
+    blocks: Counter[str] = Counter()
+    sites: Counter[str] = Counter()
+    for block in plan.blocks:  # a shared block is a layer at each of its calls
+        blocks[block.flow] += block.calls
+        sites[block.flow] += block.calls * len(block.traced.sites)
     roles = {flow: "encoder" if "encoder" in flow.lower() else "decoder" for flow in blocks}
     seen: Counter[str] = Counter()
     offset: Counter[str] = Counter()
@@ -90,6 +94,7 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
                 blocks=blocks[flow],
                 first=block.first,
                 last=block.last,
+                calls=block.calls,
                 offset=offset[flow],
                 total_sites=sites[flow],
                 feature_axis=axis,
@@ -101,8 +106,8 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
                 device=place.device,
             ),
         )
-        seen[flow] += 1
-        offset[flow] += len(traced)
+        seen[flow] += block.calls
+        offset[flow] += block.calls * len(traced)
 
 
 def feature_axis(block: nn.Module, shape: tuple[int, ...]) -> int:

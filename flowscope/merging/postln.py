@@ -18,8 +18,8 @@ _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer
 class KeelPostLNConnection(Connection):
     """`x_{k+1} = LN_outer(alpha x_k + f(LN_inner(x_k)))`; the flow's first two sub-layers `x + f(LN_inner(x))`.
 
-    Keel, Chen & Wei 2026, equation 8 and 3.1; alpha = number of sub-layers of the flow. New norms are RMS norms with
-    weight 1. The block's own norm takes one of the two places:
+    Keel, Chen & Wei 2026, equation 8 and 3.1; alpha = number of sub-layers of the flow. A block that several layers share
+    has no Pre-LN sub-layers. New norms are RMS norms with weight 1. The block's own norm takes one of the two places:
 
     - pre-norm site: it is the inner one; `merge` applies a new outer norm.
     - post-norm site: it is the outer one; new inner norms feed the branches. The branch then sees LN_inner(x) while the
@@ -37,7 +37,9 @@ class KeelPostLNConnection(Connection):
         super().__init__(context, options)
         alpha = options.alpha if options.alpha is not None else float(context.total_sites)
         kinds = context.norm_kinds
-        self.outer_sites = tuple(self.offset + k >= _PRE_NORM_SITES for k in range(self.sites))
+        # a block that serves several layers cannot tell the first from the others
+        shared = context.calls > 1
+        self.outer_sites = tuple(shared or self.offset + k >= _PRE_NORM_SITES for k in range(self.sites))
         self.inner_sites = tuple(kind != "pre" for kind in kinds)
         self.alpha = tuple(alpha if outer else 1.0 for outer in self.outer_sites)
         self.bypass_outer = tuple(kind == "post" for kind in kinds)

@@ -144,6 +144,8 @@ def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     """Give the connections' parameters to an optimizer: generators as its first group, the rest without decay."""
     if optimizer is None:
         return
+    if not hasattr(optimizer, "param_groups"):
+        raise FlowscopeError(f"wrap(optimizer=...): got {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise FlowscopeError("wrap(optimizer=...): the optimizer holds no parameter of this model.")
