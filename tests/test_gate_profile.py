@@ -108,7 +108,7 @@ def test_states_are_restored() -> None:
 def test_keep_gates_only_inside() -> None:
     model, x = wrapped(gate="feature").eval(), loader(1)[0]
     model(x)
-    assert model.blocks[0].connection.gate_value == {}
+    assert model.blocks[0].connection.gate_value is None
     with keep_gates(model):
         model(x).sum().backward()
         with keep_gates(model):

@@ -37,7 +37,7 @@ class GatedConnection(Connection):
 
     Attributes:
         keep_gates: fill `gate_value` in every eager forward (it keeps an activation alive: off by default).
-        gate_value: the last t of each site, detached, features last.
+        gate_value: {site: last t}, detached, features last; None until asked for.
     """
 
     keep_gates = False
@@ -49,7 +49,7 @@ class GatedConnection(Connection):
         width = 1 if options.gate == "token" else context.features
         self.init_biases = biases
         self.gates = nn.ModuleList(Gate(context, width, bias) for bias in biases)
-        self.gate_value: dict[int, Tensor] = {}
+        self.gate_value: dict[int, Tensor] | None = None
 
     def transform(self, site: int, x: Tensor) -> Tensor:
         """Return t = sigmoid(W x + b) of a site, shaped to broadcast over x."""
@@ -57,7 +57,7 @@ class GatedConnection(Connection):
         self.observe(site, "gate_logit", logit)
         t = torch.sigmoid(logit)
         if self.keep_gates and not torch.compiler.is_compiling():
-            self.gate_value[site] = t.detach()
+            self.gate_value = {**(self.gate_value or {}), site: t.detach()}
         return self.features_back(t)
 
 

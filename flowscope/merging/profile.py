@@ -180,5 +180,5 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _mean(connection: GatedConnection, site: int) -> float:
-    value = connection.gate_value.get(site)
+    value = (connection.gate_value or {}).get(site)
     return float("nan") if value is None else float(value.double().mean())
