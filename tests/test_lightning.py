@@ -183,6 +183,34 @@ def test_a_checkpoint_carries_the_step_count(tmp_path: Path) -> None:
     assert [r.step for r in watcher.scope.records][-4:] == [4, 5, 6, 7]
 
 
+def test_mode_wraps_before_the_optimizer_is_made_and_the_gates_train() -> None:
+    model, callback = make_model(), FlowscopeCallback(mode="keel", every=1)
+    names = dict(model.named_parameters()).keys()
+    make_trainer(callback).fit(model, data())
+    gates = [c.gates[0] for _, c in flowscope.connections(model)]
+    assert len(gates) == DEPTH
+    assert names < dict(model.named_parameters()).keys()
+    for gate in gates:
+        assert gate.bias.item() != -2.0  # its value at the start, exact in binary
+        assert gate.generator.abs().sum() > 0
+    assert callback.scope is not None
+    assert callback.scope.records[-1].labels("gate_mean")[0].startswith("blocks.0")
+    assert not [a for a in callback.scope.alerts if a.kind in ("parameters_not_optimized", "stale_parameters")]
+
+
+def test_mode_resumes_from_a_checkpoint_of_the_wrapped_module(tmp_path: Path) -> None:
+    model, path = make_model(), tmp_path / "wrapped.ckpt"
+    trainer = make_trainer(FlowscopeCallback(mode="keel"))
+    trainer.fit(model, data())
+    trainer.save_checkpoint(path)
+    resumed, callback = make_model(), FlowscopeCallback(mode="keel", every=1)
+    make_trainer(callback, max_epochs=2).fit(resumed, data(), ckpt_path=path)
+    assert callback.scope is not None
+    assert callback.scope.records[-1].step == 7
+    before, after = (flowscope.connections(m)[0][1].gates[0].bias for m in (model, resumed))
+    assert not torch.equal(before, after)
+
+
 def test_a_second_fit_starts_a_new_scope() -> None:
     watcher = FlowscopeCallback(every=1)
     make_trainer(watcher).fit(make_model(), data())
