@@ -48,6 +48,7 @@ class OptimizerClock:
         self.optimizers: list[Optimizer] = _as_list(given)
         self.given = bool(self.optimizers)
         self._joining: Optimizer | None = None
+        self._stepping: Optimizer | None = None
         self._pre = Hook("optimizer hook", self._before, hooks.faults)
         self._post = Hook("optimizer hook", self._after, hooks.faults)
         hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
@@ -56,23 +57,31 @@ class OptimizerClock:
     def _owns(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.optimizers):
             return True
-        if self.given:
-            return False
         held = _parameters_of(optimizer)
+        if self.given:
+            # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
+            return self._stepping is None and any(held & _parameters_of(known) for known in self.optimizers)
         return any(id(p) in held for p in self._model.parameters())
+
+    def _take_in(self, optimizer: Optimizer) -> None:
+        """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place."""
+        held = _parameters_of(optimizer)
+        older = [i for i, known in enumerate(self.optimizers) if held & _parameters_of(known)]
+        if older and self.given:
+            self.optimizers[older[0]] = optimizer
+        kept = [known for i, known in enumerate(self.optimizers) if i not in older or known is optimizer]
+        self.optimizers = kept if optimizer in kept else [*kept, optimizer]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owns(optimizer):
             return
         if all(optimizer is not known for known in self.optimizers):
-            held = _parameters_of(optimizer)
-            # one made anew for the same parameters takes the older one's place
-            self.optimizers = [known for known in self.optimizers if not held & _parameters_of(known)]
-            self.optimizers.append(optimizer)
+            self._take_in(optimizer)
             # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
             self._joining = optimizer if self._listener.just_ended() else None
             if self._joining is not None:
                 self._listener.joins(optimizer)
+        self._stepping = optimizer
         if optimizer is not self._joining:
             self._listener.before_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
 
@@ -80,6 +89,7 @@ class OptimizerClock:
         if not self._owns(optimizer):
             self._listener.foreign_step()
             return
+        self._stepping = None
         if optimizer is self._joining:
             self._joining = None
             return

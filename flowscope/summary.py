@@ -35,7 +35,7 @@ def summarize(
 
 def _profile(product: np.ndarray[Any, Any], points: Sequence[str]) -> str:
     if not np.isfinite(product).any():
-        return "no gradient seen"
+        return "no finite gradient seen"
     low = int(np.nanargmin(np.where(np.isfinite(product), product, np.nan)))
     return f"gradient product {sparkline(product)} least {product[low]:.3g} at {points[low]}"
 

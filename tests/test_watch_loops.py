@@ -241,6 +241,29 @@ def test_two_optimizers_on_one_model_are_one_step(given: bool) -> None:
     assert not [a for a in alerts if a.kind == "parameters_not_optimized"]
 
 
+@pytest.mark.parametrize("two", [False, True])
+def test_a_given_optimizer_made_anew_takes_the_place_of_the_old_one(two: bool) -> None:
+    """Made again in mid-training (a new phase, other dtypes): without it the records would just end."""
+    model = Stack()
+    parts = [list(model.blocks.parameters()), [*model.embed.parameters(), *model.head.parameters()]]
+    groups = parts if two else [parts[0] + parts[1]]
+    optimizers = [torch.optim.SGD(group, 0.1) for group in groups]
+    with watched(model, list(optimizers)) as scope:
+        for step in range(4):
+            if step == 2:
+                optimizers[0] = torch.optim.AdamW(groups[0], 1e-3)
+            model.zero_grad()
+            expected = norms(truth(model, data(step)))
+            loss_of(model, data(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            close_to(scope.records[-1]["grad_norm"], expected)
+            # norm biases are zero before the first step
+            assert np.isnan(scope.records[-1]["update_ratio"]).sum() == (4 if step == 0 else 0)
+    assert [record.step for record in scope.records] == [0, 1, 2, 3]
+    assert (scope.records[3]["param_optimized"] == 1).all()
+
+
 def test_an_optimizer_made_anew_takes_the_place_of_the_old_one() -> None:
     model = Stack(2)
     with watched(model) as scope:
