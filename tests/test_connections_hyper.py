@@ -230,3 +230,71 @@ def test_large_means_do_not_spoil_the_norm():
     rows = torch.randn(6, 64) + 30.0
     expected = site.generator @ nn.functional.layer_norm(rows, (64,)).t()
     torch.testing.assert_close(site.logits(rows), expected, rtol=2e-3, atol=2e-3)
+
+
+FUSED = [{}, {"norm": "rms", "tanh": False}, {"separate_scales": True, "streams": 3}]
+
+
+def gradients(c, branches, x, backward_context=None):
+    x = x.clone().requires_grad_()
+    loss = run(c, branches, x).square().sum()
+    inputs = [x, *c.parameters()]
+    if backward_context is None:
+        return torch.autograd.grad(loss, inputs)
+    with backward_context:
+        return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("options", FUSED)
+def test_one_pass_equals_the_plain_form_that_observers_see(options):
+    c, branches, x = shaken(connection("dhc", **options)), linears(2), torch.randn(B, T, D, dtype=torch.float64)
+    plain, seen = shaken(connection("dhc", **options)), []
+    plain.observer = lambda site, name, tensor: seen.append(name)
+    for got, expected in zip(gradients(c, branches, x), gradients(plain, branches, x), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert seen.count("residual_mix") == 2
+
+
+def test_a_gradient_reaches_everything_that_is_observed():
+    c, branches, hooked = shaken(connection("dhc")), linears(2), []
+
+    def observe(site, name, tensor):
+        tensor.register_hook(lambda grad: hooked.append((site, name)))
+
+    c.observer = observe
+    gradients(c, branches, torch.randn(B, T, D, dtype=torch.float64))
+    names = ("streams", "branch_input", "read", "residual_mix", "write", "carry", "branch")
+    assert sorted(hooked) == sorted((site, name) for site in (0, 1) for name in names)
+
+
+def test_backward_may_be_called_within_autocast():
+    c, x = shaken(connection("dhc", dtype=torch.float32)), torch.randn(B, T, D)
+    outside = gradients(c, [torch.cos, torch.sin], x)
+    inside = gradients(c, [torch.cos, torch.sin], x, torch.autocast("cpu", torch.bfloat16))
+    for got, expected in zip(inside, outside, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_gradients_of_each_sample_under_vmap():
+    c, x = shaken(connection("dhc")), torch.randn(B, T, D, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in c.named_parameters()}
+
+    class Flow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = c
+
+        def forward(self, x):
+            return run(self.c, [torch.cos, torch.sin], x)
+
+    def loss(parameters, x):
+        named = {f"c.{name}": p for name, p in parameters.items()}
+        return torch.func.functional_call(Flow(), named, (x.unsqueeze(0),)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for k in range(B):
+        alone = torch.func.grad(loss)(parameters, x[k])
+        for name, expected in alone.items():
+            torch.testing.assert_close(each[name][k], expected)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.mixing import read_and_mix
 from flowscope.merging.options import HyperOptions, StaticHyperOptions
 from flowscope.merging.projection import project_normalised
 from flowscope.merging.streams import Coefficients, StreamConnection
@@ -58,6 +59,13 @@ class DynamicSite(StaticSite):
         coefficients = coefficients.transpose(0, 1).contiguous()
         read, residual, write = torch.split_with_sizes(coefficients, [1, n, 1], dim=1)
         return read, residual, write.transpose(1, 2)
+
+    def mix(self, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
+        """Return read h [M, 1, D], residual h [M, S, D] and the coefficients, in one pass (eager, without affine)."""
+        generator, static, scale = (p.to(h.dtype) for p in (self.generator, self.static, self.scale))
+        h0, mixed, mix, write = read_and_mix(h, generator, static, scale, self.norm == "layer", self.tanh)
+        read, residual = torch.split_with_sizes(mix, [1, self.streams], dim=1)
+        return h0, mixed, (read, residual, write)
 
     def logits(self, rows: Tensor) -> Tensor:
         """Return norm(h) W of every stream: rows [M*S, D] -> [n + 2, M*S]."""
@@ -126,3 +134,11 @@ class HyperConnection(StaticHyperConnection):
     """
 
     mode = "dhc"
+
+    def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
+        module = self.site[site]
+        assert isinstance(module, DynamicSite)
+        # Observed or traced, the coefficients are tensors of the graph: a gradient goes through each of them.
+        if self.observer is not None or module.norm in ("none", "layer_affine") or torch.compiler.is_compiling():
+            return super()._mix(site, h)
+        return module.mix(h)

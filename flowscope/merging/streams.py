@@ -27,7 +27,7 @@ class StreamConnection(Connection):
     the one tensor it sees, and the change is then given to all streams: equal streams stay equal, so the output is
     kept at the start on post-norm blocks too.
 
-    The state is (streams, residual, write, what the block's code was given); after the last site
+    The state is (residual h [M, S, D], residual, write, what the block's code was given); after the last site
     (streams, what it was given). Observed: "branch_input" (the read h0), "branch" f, "carry" (what the block's code
     held), "streams" [B, T..., S, D] before the site, "read" [M, 1, S], "residual_mix" [M, S, S] (rows = output stream),
     "write" [M, S, 1]; M = 1 for static coefficients.
@@ -52,24 +52,27 @@ class StreamConnection(Connection):
             else:
                 self._check(x, x.shape[-2:], (self.streams, self.features))
                 streams = x
-            return self._read(0, streams)
+            return self._read(0, streams.reshape(-1, self.streams, self.features), streams.shape[:-2])
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Write the branch into the streams; return the read of the next site (after the last one: see `end`)."""
         assert isinstance(state, tuple)
-        streams, residual, write, given = state
+        mixed, residual, write, given = state
         self.observe_site(site, x, f)
         with without_autocast(x):
-            if x is not given:
-                streams = self._changed(streams, x, given)
+            if x is not given:  # all streams change by the same: residual (h + change) = mixed + row sums * change
+                change = self._change(x, given).reshape(-1, 1, self.features)
+                mixed = torch.addcmul(mixed, residual.sum(-1, keepdim=True), change)
             f = self.features_last(f)
             self._check(f, f.shape[-1:], (self.features,))
-            streams, f = common_dtype(streams, f)
-            # an fp32 branch under autocast widens bf16 streams: the coefficients follow
-            residual, write = residual.to(streams.dtype), write.to(streams.dtype)
-            streams = self._write(streams, residual, write, f)
+            mixed, f = common_dtype(mixed, f)
+            # an fp32 branch under autocast widens bf16 streams: the write follows
+            write = write.to(mixed.dtype)
+            write = write if len(write) == len(mixed) else write.expand(len(mixed), -1, -1)
+            streams = mixed.baddbmm_(write, f.reshape(-1, 1, self.features))  # nothing else holds what was mixed
             if site + 1 < self.sites:
-                return self._read(site + 1, streams)
+                return self._read(site + 1, streams, f.shape[:-1])
+            streams = streams.view(*f.shape[:-1], self.streams, self.features)
             given = self.features_back(self._after(site, streams))
             return given, (streams, given)
 
@@ -80,26 +83,27 @@ class StreamConnection(Connection):
         assert isinstance(state, tuple)
         streams, given = state
         with without_autocast(y):
-            return streams if y is given else self._changed(streams, y, given)
+            return streams if y is given else streams + self._change(y, given)
 
-    def _read(self, site: int, streams: Tensor) -> tuple[Tensor, State]:
-        flat = streams.reshape(-1, self.streams, self.features)
-        read, residual, write = self.site[site](flat)
-        read, residual, write = (c.to(streams.dtype) for c in (read, residual, write))
-        h = torch.bmm(read.expand(flat.shape[0], -1, -1), flat).view(*streams.shape[:-2], self.features)
-        given = self.features_back(h)
+    def _read(self, site: int, streams: Tensor, shape: torch.Size) -> tuple[Tensor, State]:
+        """Return the read of a site and the state, from streams [M, S, D] and the `shape` [B, T...]."""
+        if self.observer is not None:  # it may hook the gradient of what it sees: show what the graph goes through
+            streams = streams.view(*shape, self.streams, self.features)
+            self.observe(site, "streams", streams)
+            streams = streams.view(-1, self.streams, self.features)
+        h, mixed, (read, residual, write) = self._mix(site, streams)
+        given = self.features_back(h.view(*shape, self.features))
         if self.observer is not None:
-            seen = (("streams", streams), ("branch_input", given), ("read", read), ("residual_mix", residual))
-            for name, tensor in (*seen, ("write", write)):
+            seen = (("branch_input", given), ("read", read), ("residual_mix", residual), ("write", write))
+            for name, tensor in seen:
                 self.observe(site, name, tensor)
-        return given, (streams, residual, write, given)
+        return given, (mixed, residual, write, given)
 
-    def _write(self, streams: Tensor, residual: Tensor, write: Tensor, f: Tensor) -> Tensor:
-        flat = streams.reshape(-1, self.streams, self.features)
-        m = flat.shape[0]
-        written = torch.bmm(residual.expand(m, -1, -1), flat)
-        written.baddbmm_(write.expand(m, -1, -1), f.reshape(m, 1, self.features))
-        return written.view(streams.shape)
+    def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
+        """Return read h [M, 1, D], residual h [M, S, D] and the coefficients of the streams h [M, S, D]."""
+        read, residual, write = (c.to(h.dtype) for c in self.site[site](h))
+        m = h.shape[0]
+        return torch.bmm(read.expand(m, -1, -1), h), torch.bmm(residual.expand(m, -1, -1), h), (read, residual, write)
 
     def _after(self, site: int, streams: Tensor) -> Tensor:
         """What the block's code gets after its last merge."""
@@ -108,10 +112,11 @@ class StreamConnection(Connection):
         # A pre-norm block returns it as it is, and `end` drops it: a view costs nothing.
         return streams.select(-2, 0) if self.norm_kinds[site] == "pre" else streams.mean(-2)
 
-    def _changed(self, streams: Tensor, now: Tensor, given: Tensor) -> Tensor:
+    def _change(self, now: Tensor, given: Tensor) -> Tensor:
+        """Return what the block's code added to the tensor it was given, [B, T..., 1, D]."""
         change = self.features_last(now) - self.features_last(given)
         self._check(change, change.shape[-1:], (self.features,))
-        return streams + change.unsqueeze(-2)
+        return change.unsqueeze(-2)
 
     def _check(self, x: Tensor, got: torch.Size, expected: tuple[int, ...]) -> None:
         if tuple(got) != expected:
