@@ -73,6 +73,7 @@ export class App {
     this.stamp = stamp;
     this.runs = overview.runs;
     if (!this.runs.length) {
+      for (const name of ["alerts", "picture", "depth", "extra", "loss", "about"]) this.parts[name].replaceChildren();
       this.parts.state.replaceChildren(
         emptyState("No flowscope run in this log folder.", "Train with flowscope.watch(model, optimizer, log_dir=…) and start TensorBoard with --logdir on that folder. This page looks again by itself."),
       );
