@@ -144,7 +144,9 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits."""
-        out: dict[str, Any] = {"type": "record", "step": self.step, "loss": _plain(self.loss)}
+        # for a loss NaN is a value: None says that none was given
+        loss = "nan" if self.loss is not None and math.isnan(self.loss) else _plain(self.loss)
+        out: dict[str, Any] = {"type": "record", "step": self.step, "loss": loss}
         if self.flags:
             out["flags"] = list(self.flags)
         if self.notes:

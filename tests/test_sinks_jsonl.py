@@ -266,3 +266,12 @@ def test_a_line_that_fits_only_in_part_is_taken_back(tmp_path: Path) -> None:
     assert [r.step for r in run.records] == [0, 1, 99]
     assert run.skipped_lines == 0
     assert (tmp_path / FILE_NAME).read_bytes().endswith(b"}\n")
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), 0.25])
+def test_a_loss_that_is_no_number_is_told_from_one_not_given(tmp_path: Path, loss: float | None) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write(Record(3, loss, {"gain": np.array([1.0, 2.0])}))
+    sink.close()
+    (record,) = read_run(tmp_path).records
+    assert record.loss == loss if loss is None or not np.isnan(loss) else np.isnan(record.loss)
