@@ -209,3 +209,25 @@ def test_gradient_at_the_initial_logits_is_not_dead():
     start = parse_options("mhc").init_diagonal
     assert gradient(start) > 0.1
     assert gradient(start) > 50 * gradient(8.0)
+
+
+def test_positions_that_are_all_zero_pass_no_gradient_through_the_norm():
+    c = shaken(connection(sites=1))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    x[1, 2] = 0.0  # a pixel whose features a ReLU has all switched off
+    x.requires_grad_()
+    weight = torch.randn(B, T, D, dtype=torch.float64)
+
+    def run(x):
+        read, state = c.begin(x)
+        y, state = c.merge(0, state, read, torch.cos(read))
+        return c.end(y, state)
+
+    (gradient,) = torch.autograd.grad((run(x) * weight).sum(), x)
+    # there read, write and mixing are constants, sigma(b), 2 sigma(b) and the projected b: those of phi = 0
+    with torch.no_grad():
+        c.site[0].generator.zero_()
+    (expected,) = torch.autograd.grad((run(x) * weight).sum(), x)
+    assert 0 < gradient[1, 2].abs().max() < 1e3
+    torch.testing.assert_close(gradient[1, 2], expected[1, 2])
+    assert not torch.allclose(gradient[0], expected[0])

@@ -306,7 +306,7 @@ class BlockTrace(TorchFunctionMode):
         """Return the children through which `start` became `end`; empty where they are one, None where none did."""
         if start is end or self.origin_of(end) == id(start):
             return []
-        ended = self.passages.get(id(end)) or self.passages.get(self.origin_of(end), ())  # a norm, then a reshape
+        ended = self.passages.get(id(end)) or self.passages.get(self.origin_of(end)) or []  # a norm, then a reshape
         for passage in ended if depth else ():
             if passage.name in own or any(name not in own for name in passage.modules):
                 continue

@@ -115,13 +115,15 @@ class ManifoldSite(nn.Module):
     def forward(self, h: Tensor) -> Coefficients:
         """Return read, residual and write of every position from the streams h [M, S, D].
 
-        v = vec(h) / rms(vec(h)) enters only through v phi, so the product with phi is divided instead.
+        v = vec(h) / rms(vec(h)) enters only through v phi, so the product with phi is divided instead. Where h is zero
+        (a pixel after a ReLU), so is v, and no gradient passes: it would be multiplied by 1/sqrt(eps) = 1e10.
         """
         n = self.streams
         flat = h.reshape(h.shape[0], -1)
         flat = flat if flat.dtype == torch.float64 else flat.float()
         phi, static, scale = (p.to(flat.dtype) for p in (self.generator, self.static, self.scale))
         logits = project_normalised(flat, phi, _EPS, centred=False)
+        logits = logits * (torch.linalg.vector_norm(flat.detach(), dim=-1) > 0)
         read, write, residual = torch.split_with_sizes(logits, [n, n, n * n])
         b_read, b_write, b_residual = torch.split_with_sizes(static.unsqueeze(-1), [n, n, n * n])
         read = torch.sigmoid(b_read + scale[0] * read)

@@ -18,7 +18,7 @@ _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer
 class KeelPostLNConnection(Connection):
     """`x_{k+1} = LN_outer(alpha x_k + f(LN_inner(x_k)))`; the flow's first two sub-layers `x + f(LN_inner(x))`.
 
-    Keel, Chen & Wei 2026, equation 8 and 3.1; alpha = number of sub-layers of the flow. A block that several layers share
+    Keel, Chen & Wei 2026, equation 8 and 3.1; alpha = number of sub-layers of the flow. A block that layers share
     has no Pre-LN sub-layers. New norms are RMS norms with weight 1. The block's own norm takes one of the two places:
 
     - pre-norm site: it is the inner one; `merge` applies a new outer norm.
