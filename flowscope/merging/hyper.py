@@ -6,12 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.merging.connection import ConnectionContext
-from flowscope.merging.mixing import read_and_mix
+from flowscope.merging.mixing import EPS, read_and_mix
 from flowscope.merging.options import HyperOptions, StaticHyperOptions
 from flowscope.merging.projection import project_normalised
 from flowscope.merging.streams import Coefficients, StreamConnection
-
-_EPS = 1e-5
 
 
 class StaticSite(nn.Module):
@@ -73,10 +71,10 @@ class DynamicSite(StaticSite):
         if self.norm == "none":
             return weight @ rows.t()
         if self.norm != "layer_affine":
-            return project_normalised(rows, weight, _EPS, self.norm == "layer")
+            return project_normalised(rows, weight, EPS, self.norm == "layer")
         bias = weight @ self.norm_bias.to(rows.dtype)
         scaled = weight * self.norm_weight.to(rows.dtype)
-        return project_normalised(rows, scaled, _EPS, True) + bias.unsqueeze(-1)
+        return project_normalised(rows, scaled, EPS, True) + bias.unsqueeze(-1)
 
     def _scales(self, dtype: torch.dtype) -> Tensor:
         """Return the scale of every row, [n + 2, 1, 1]: (s_alpha, s_beta) or (s_m, s_r, s_beta)."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowscope.merging.connection import without_autocast
 
 Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
+EPS = 1e-5  # added to the variance
 
 
 def read_and_mix(h: Tensor, weight: Tensor, static: Tensor, scale: Tensor, centred: bool, tanh: bool) -> Mixed:
@@ -35,9 +36,6 @@ def read_and_mix(h: Tensor, weight: Tensor, static: Tensor, scale: Tensor, centr
     """
     outputs: tuple[Tensor, ...] = _ReadAndMix.apply(h, weight, static, scale, centred, tanh)  # type: ignore[no-untyped-call]
     return outputs[0], outputs[1], outputs[2], outputs[3]
-
-
-_EPS = 1e-5
 
 
 def _centre(weight: Tensor, centred: bool) -> Tensor:
@@ -129,7 +127,7 @@ class _ReadAndMix(torch.autograd.Function):
         norm = torch.linalg.vector_norm(rows, dim=-1)
         mean = rows.mean(-1) if centred else torch.zeros_like(norm)
         minus_variance = torch.addcmul(mean * mean, norm, norm, value=-1.0 / d).clamp_max_(0.0)
-        inverse = (_EPS - minus_variance).rsqrt_()
+        inverse = (EPS - minus_variance).rsqrt_()
         logits = (_centre(weight, centred) @ rows.t()).mul_(inverse)
         values = torch.tanh(logits) if tanh else logits.clone()
         each = values.view(n + 2, m, n)
