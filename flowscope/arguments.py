@@ -86,10 +86,10 @@ def loss_value(loss: Any) -> Tensor | float | None:
         return float(loss.mean())
     if not isinstance(loss, Tensor):
         raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
-    loss = loss.detach()
-    if loss.device.type == "cpu":
-        return float(loss.float().mean() if loss.dim() else loss)
-    return loss.float().mean()
+    value: Tensor = loss.detach()
+    if value.device.type == "cpu":
+        return float(value.float().mean() if value.dim() else value)
+    return value.float().mean()
 
 
 def step_number(step: Any) -> int | None:
