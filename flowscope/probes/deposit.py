@@ -75,6 +75,7 @@ class FlowObserver:
         self._readers: list[AxisReader] = []
         self._canaries = {len(flow.outputs) - 1} | ({0} if flow.entry is None else set())
         self._reordered = False
+        self.in_training = True
         # until a whole step has shown that no module is called twice, outputs are marked to tell loops from new inputs
         self._repeats = True
         self._repeated = False
@@ -108,9 +109,11 @@ class FlowObserver:
         self._origin: Positions | None = None
         self._entry_waits: Forward | None = None
 
-    def start_forward(self) -> None:
-        """The root's forward begins: calls are counted from 0 again."""
-        self._new_pass()
+    def start_forward(self, *, training: bool) -> None:
+        """The root's forward begins: calls are counted from 0 again; one without gradient is not looked at."""
+        self.in_training = training
+        if training:
+            self._new_pass()
 
     def _mark_output(self, x: Tensor | None) -> None:
         if not self._repeats:
@@ -125,7 +128,7 @@ class FlowObserver:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first block is entered: its input may be x_0."""
-        if self.switch.paused:
+        if self.switch.paused or not (self.in_training or torch.is_grad_enabled()):
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
@@ -177,7 +180,7 @@ class FlowObserver:
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A block has run: its output is a point."""
-        if self.switch.paused:
+        if self.switch.paused or not (self.in_training or torch.is_grad_enabled()):
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()

@@ -118,6 +118,8 @@ class Observation:
 
     def _start_forward(self, *, training: bool) -> None:
         if not training:
+            for flow in self.flows:
+                flow.start_forward(training=False)
             for site in self.sites:
                 site.in_training = False
             return
@@ -130,7 +132,7 @@ class Observation:
             self._discard_deposits()
         self.forwards += 1
         for flow in self.flows:
-            flow.start_forward()
+            flow.start_forward(training=True)
         if self.units is not None:
             self.units.start_forward()
         for site in self.sites:
