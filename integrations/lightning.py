@@ -33,7 +33,7 @@ class FlowscopeCallback(Callback):
 
     Args:
         mode: wrap the residual merges with `flowscope.wrap(module, mode=mode)` before `configure_optimizers` runs, so
-            that the new parameters are optimized.
+            that the new parameters are optimized; on the module's `example_input_array`, where it has one.
         log_dir: where to write; None takes the `log_dir` of the trainer's logger, and writes nothing where it has none.
         every: as in `flowscope.watch`.
         on_alert: as in `flowscope.watch`.

@@ -403,6 +403,34 @@ def test_keel_postln_and_deepnorm_count_a_shared_block_at_each_call() -> None:
     assert connections(model)[0][1].alpha == pytest.approx([(2 * 3) ** 0.25] * 2)
 
 
+def test_transformers_model_inside_another_module_needs_no_inputs() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = gpt2(), nn.Linear(50, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(tokens).logits)
+
+    model, tokens = Tagger().eval(), torch.randint(3, 50, (3, 5))
+    expected = model(tokens)
+    wrap(model, "dhc")
+    assert [path for path, _ in connections(model)] == [f"body.transformer.h.{i}.connection" for i in range(3)]
+    assert [(c.first, c.last) for _, c in connections(model)] == [(True, False), (False, False), (False, True)]
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_left_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Mixed(models.Stack):
+        def __init__(self) -> None:
+            super().__init__(models.PreNormBlock, 3)
+            self.blocks[1] = models.AddcmulBlock()
+
+    wrap(Mixed(), "keel", example_inputs=models.hidden_states())
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "1 blocks not wrapped (see find_sites), such as blocks.1: no residual add" in caplog.text
+
+
 def test_decoder_layers_are_found_by_structure_alone() -> None:
     torch.manual_seed(0)
     model = nn.Transformer(D, 2, 2, 3, 12, dropout=0.0, batch_first=True)

@@ -52,6 +52,16 @@ def default_calls(model: Any) -> list[Call]:
     return calls
 
 
+def runnable(model: nn.Module) -> nn.Module:
+    """Return what `default_calls` can run: the model, or the one transformers model inside it (a Lightning module)."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        if not inside and hasattr(module, "dummy_inputs") and hasattr(module, "config"):
+            found.append(path)
+    return model.get_submodule(found[0]) if len(found) == 1 else model
+
+
 def block_calls(block: nn.Module) -> Iterator[Call]:
     """Yield hidden states a block might take alone, from its first widths: [B, T, D], [B, C, H, W], then [B, D].
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe
+from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe, runnable
 from flowscope.discovery.flows import find_flows
 from flowscope.discovery.tracing import TracedBlock, flatten, trace_block
 from flowscope.errors import FlowscopeError
@@ -172,26 +172,36 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return model if inner is None else inner
 
 
-def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) -> tuple[SitePlan, Call | None, Any]:
-    """Return the plan, the call it comes from (None: blocks alone) and what the model returned."""
+@dataclass(frozen=True)
+class Trial:
+    """One run of a model: what was run (the model, or the one transformers model inside it), how, and its output."""
+
+    module: nn.Module
+    call: Call
+    output: Any
+
+
+def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) -> tuple[SitePlan, Trial | None]:
+    """Return the plan and the run it comes from (None: blocks alone)."""
     blocks = candidate_blocks(model, where)
-    calls = default_calls(model) if example_inputs is None else [as_call(example_inputs)]
+    run = model if example_inputs is not None else runnable(model)
+    calls = default_calls(run) if example_inputs is None else [as_call(example_inputs)]
     errors: list[str] = []
     for call in calls:
         try:
-            trace = trace_model(model, blocks, call)
+            trace = trace_model(model, blocks, call, run)
         except FlowscopeError:
             raise
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error} (inputs: {describe(call)})")
         else:
-            return read_plan(trace, blocks), call, trace.output
+            return read_plan(trace, blocks), Trial(run, call, trace.output)
     if errors and example_inputs is not None:
         raise FlowscopeError(
             f"example_inputs: {type(model).__name__} could not be run on them: {errors[0]}. "
             "Pass what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments."
         )
-    return plan_alone(model, blocks), None, None
+    return plan_alone(model, blocks), None
 
 
 def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
@@ -231,8 +241,8 @@ class OutsideUse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def trace_model(model: nn.Module, blocks: dict[str, str], call: Call) -> ModelTrace:
-    """Run the model once and trace the first call of each block; leaves the model as it was."""
+def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Module) -> ModelTrace:
+    """Run the model (or the part of it named by `run`) once; trace the first call of each block; change nothing."""
     trace = ModelTrace()
     outside = OutsideUse(trace.seen_outside)
     modules = {path: model.get_submodule(path) for path in blocks}
@@ -257,7 +267,7 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call) -> ModelTr
                 continue
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
-        trace.output = model(*call[0], **call[1])
+        trace.output = run(*call[0], **call[1])
     trace.seen_outside.update(id(x) for x in flatten(trace.output))
     return trace
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.example_inputs import Call
-from flowscope.discovery.sites import SitePlan, untouched
+from flowscope.discovery.sites import SitePlan, Trial, untouched
 from flowscope.discovery.tracing import flatten
 from flowscope.errors import FlowscopeError
 
 
-def check_run(model: nn.Module, plan: SitePlan, call: Call) -> Any:
-    """Run the woven model once; return its output.
+def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> Any:
+    """Run the woven model once as before; return its output.
 
     Raises:
         FlowscopeError: a promised block did not run or a site did not fire.
@@ -33,7 +32,7 @@ def check_run(model: nn.Module, plan: SitePlan, call: Call) -> Any:
             module.forward = functools.partial(note, block.path, module.forward)  # some models call forward directly
             stack.callback(vars(module).pop, "forward", None)
         try:
-            output = model(*call[0], **call[1])
+            output = trial.module(*trial.call[0], **trial.call[1])
         except FlowscopeError:
             raise
         except Exception as error:

@@ -48,7 +48,8 @@ def wrap(
         mode: see `MODES`; hyphen or underscore.
         optimizer: an existing optimizer gets the new parameters as groups (make its scheduler after that).
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments for one run of the model; without
-            it transformers' `dummy_inputs`, else each block is run alone and checked at the first forward.
+            it transformers' `dummy_inputs` (also of the one transformers model inside), else each block is run alone
+            and checked at the first forward.
         where: patterns of block paths to include; `*` matches anything.
         **options: the mode's own.
 
@@ -63,7 +64,7 @@ def wrap(
     inner = uncompiled(model)
     if is_wrapped(inner):
         raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
-    plan, call, before = plan_sites(inner, example_inputs, where)
+    plan, trial = plan_sites(inner, example_inputs, where)
     plan = servable(plan, name, streams_of(settings))
     if not plan.blocks:
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in plan.refused[:5])
@@ -73,19 +74,19 @@ def wrap(
         )
     try:
         weave_plan(inner, plan, name, settings)
-        after = check_run(inner, plan, call) if call is not None else None
+        change = difference(trial.output, check_run(inner, plan, trial)) if trial is not None else None
         extend_optimizer(inner, optimizer)
     except BaseException:
         unweave(inner)
         raise
-    if call is None:
+    if trial is None:
         FirstForward.attach(inner, [block.path for block in plan.blocks])
     if streams_of(settings):
         ReduceHiddenStates.attach(inner, {len(block.shape) for block in plan.blocks})
     if name == "deepnorm":
         for path, connection in connections(inner):
             deepnorm_init_(inner.get_submodule(path.rpartition(".")[0]), cast(Any, connection).beta)
-    report(inner, plan, name, settings, optimizer, None if call is None else difference(before, after))
+    report(inner, plan, name, settings, optimizer, change)
     return model
 
 
@@ -193,4 +194,4 @@ def report(
     if plan.refused:
         path, reason = plan.refused[0]
         parts.insert(1, f"{len(plan.refused)} blocks not wrapped (see find_sites), such as {path}: {reason}")
-    logger.info("; ".join(parts))
+    logger.log(logging.WARNING if plan.refused else logging.INFO, "; ".join(parts))
