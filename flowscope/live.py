@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -18,13 +17,13 @@ from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
 from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
 from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.sinks.memory import MemorySink
 from flowscope.summary import summarize
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 POLL_SECONDS = 1.0
-KEPT = 1000
 CHUNK = 1 << 24
 
 
@@ -101,7 +100,7 @@ def show(batches: Iterable[list[Event]], stream: TextIO) -> None:
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         for events in batches:
             for event in events:
-                view.add(event)
+                view.write(event)
             live.update(Text(view.text(console.width)), refresh=True)
 
 
@@ -113,26 +112,13 @@ def _console(stream: TextIO) -> Console | None:
     return Console(file=stream, highlight=False) if is_terminal(stream) and os.environ.get("TERM") != "dumb" else None
 
 
-class LiveView:
-    """What the live view says, from the last events."""
-
-    def __init__(self) -> None:
-        self.header = RunHeader("?", (), {})
-        self.records: deque[Record] = deque(maxlen=KEPT)
-        self.alerts: deque[Alert] = deque(maxlen=KEPT)
-
-    def add(self, event: Event) -> None:
-        """Take an event."""
-        if isinstance(event, RunHeader):
-            self.header = event
-        elif isinstance(event, Record):
-            self.records.append(event)
-        else:
-            self.alerts.append(event)
+class LiveView(MemorySink):
+    """What the live view says, from the last events it was given by `write`."""
 
     def text(self, columns: int) -> str:
         """The summary, and the losses of the records kept as a sparkline that fits the width."""
-        lines = [summarize(self.header, self.records, self.alerts, {}, "waiting for the first step")]
+        header = self.header or RunHeader("?", (), {})
+        lines = [summarize(header, list(self.records), list(self.alerts), {}, "waiting for the first step")]
         losses = [record.loss for record in self.records if record.loss is not None]
         if losses:
             bars = sparkline(losses, min(60, max(8, columns - 30)), log=False)

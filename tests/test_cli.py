@@ -280,7 +280,7 @@ def test_live_text() -> None:
     view = LiveView()
     assert "no record yet" in view.text(80)
     for event in events():
-        view.add(event)
+        view.write(event)
     text = view.text(80)
     assert "3 records, last at step 10" in text
     assert str(ALERT) in text
