@@ -200,6 +200,15 @@ def test_optimizer_gets_the_new_parameters() -> None:
     assert not torch.equal(before, bias)
 
 
+def test_optimizer_with_names_gets_the_names() -> None:
+    model, x = models.Stack(models.PreNormBlock), models.hidden_states()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    wrap(model, "keel", optimizer=optimizer, example_inputs=x)
+    named = {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    assert named.keys() == dict(model.named_parameters()).keys()
+    assert all(named[name] is p for name, p in model.named_parameters())
+
+
 def test_foreign_optimizer_is_refused_and_the_model_left() -> None:
     model = models.Stack(models.PreNormBlock)
     before = snapshot(model)

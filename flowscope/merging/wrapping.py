@@ -151,8 +151,11 @@ def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise FlowscopeError("wrap(optimizer=...): the optimizer holds no parameter of this model.")
     first = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-    generators = [p for _, c in connections(model) for _, p in c.generator_parameters()]
-    static = [p for _, c in connections(model) for _, p in c.static_parameters()]
+    found = connections(model)
+    generators: list[Any] = [(f"{path}.{n}", p) for path, c in found for n, p in c.generator_parameters()]
+    static: list[Any] = [(f"{path}.{n}", p) for path, c in found for n, p in c.static_parameters()]
+    if "param_names" not in optimizer.param_groups[0]:
+        generators, static = ([p for _, p in named] for named in (generators, static))
     if generators:
         optimizer.add_param_group({**first, "params": generators})
     if static:
