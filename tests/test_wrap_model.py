@@ -15,6 +15,7 @@ import wrap_models as models
 from torch import nn
 from wrap_models import D
 
+from flowscope.discovery.sites import find_sites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
 
@@ -290,6 +291,14 @@ def test_model_without_residuals_is_refused() -> None:
     with pytest.raises(FlowscopeError, match=r"no residual merge found in Stack.*the tensors meet in addcmul"):
         wrap(model, "keel", example_inputs=models.hidden_states())
     assert snapshot(model) == before
+
+
+def test_sites_of_a_wrapped_model_are_refused() -> None:
+    model, x = models.Stack(models.PreNormBlock), models.hidden_states()
+    wrap(model, "keel", example_inputs=x)
+    with pytest.raises(FlowscopeError, match="wrapped already"):
+        find_sites(model, x)
+    assert len(find_sites(unwrap(model), x)) == 4
 
 
 def test_wrapping_twice_is_refused() -> None:

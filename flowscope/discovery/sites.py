@@ -161,8 +161,10 @@ def find_sites(model: nn.Module, example_inputs: Any = None) -> SitePlan:
             `dummy_inputs`, else each block alone on a hidden state made from its widths.
 
     Raises:
-        FlowscopeError: the model cannot be run on the example inputs.
+        FlowscopeError: the model cannot be run on the example inputs, or is wrapped already.
     """
+    if any("flowscope_rule" in vars(module) for module in model.modules()):
+        raise FlowscopeError("find_sites: the model is wrapped already; call flowscope.unwrap(model) first.")
     return plan_sites(uncompiled(model), example_inputs)[0]
 
 
