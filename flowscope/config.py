@@ -23,7 +23,7 @@ class WatchConfig(BaseModel):
     branch_alignment: bool = Field(False, description="Hutchinson estimate of tr(J_f)/D on the slow schedule")
     positions: int = Field(256, ge=2, description="largest B*T whose positions are all used; half above")
     units: int = Field(1024, ge=1, description="units per activation module for dead_fraction; exact when they fit")
-    update_samples: int = Field(4096, ge=1, description="entries per parameter for update_ratio; exact when they fit")
+    update_samples: int = Field(4096, ge=1, description="largest parameter of which all entries are used; half above")
     max_records: int = Field(1000, ge=1, description="how many records scope.records keeps")
     max_alerts: int = Field(1000, ge=1, description="how many alerts scope.alerts keeps")
 

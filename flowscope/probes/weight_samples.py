@@ -1,7 +1,7 @@
 """Fixed, evenly spaced entries of many tensors, copied before and after an optimizer step: the true change, cheaply.
 
-What is looked at (which entries, in which order) is planned once and kept while the weights stay where they are; a
-sample is then one concatenation a device.
+What is looked at (which entries, in which order) is planned once and kept while the weights stay where they are. A
+sample is then two concatenations a device: the whole small tensors, and equally many runs of each large one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ RUN = 16
 
 @dataclass
 class _Plan:
-    """The views of one device's tensors and the flat copies made of them."""
+    """The views of one device's tensors, those looked at whole first, and the copies made of them."""
 
     indices: list[int]
     places: list[tuple[int, int]]
-    views: list[Tensor]
+    order: list[int]
+    whole: list[Tensor]
+    runs: list[Tensor]
     sizes: list[int] = field(default_factory=list)
-    before: Tensor | None = None
+    before: tuple[Tensor, Tensor] | None = None
+
+    def copy(self) -> tuple[Tensor, Tensor]:
+        """Return the entries as they are now, fp32: [entries] of the whole tensors, [tensors, entries] of the rest."""
+        whole = torch.cat([_row(_fp32(view)) for view in self.whole]) if self.whole else torch.empty(0)
+        runs = torch.cat([_fp32(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
+        return whole, runs.view(len(self.runs), -1) if self.runs else runs
 
 
 class WeightSamples:
     """Samples of a changing set of tensors, known by number.
 
     Args:
-        entries: at most this many entries a tensor; all of a smaller one.
+        entries: all of a tensor up to this size, half as many of a larger one.
     """
 
     def __init__(self, entries: int) -> None:
@@ -46,7 +54,7 @@ class WeightSamples:
             by_device.setdefault(tensor.device, {})[i] = tensor
         self._plans = {device: self._planned(device, held) for device, held in by_device.items()}
         for plan in self._plans.values():
-            plan.before = _flat(plan.views)
+            plan.before = plan.copy()
 
     def changes(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Number, Number]]:
         """Return, for every tensor sampled before, the norms of its entries' change and of the entries before it.
@@ -57,13 +65,13 @@ class WeightSamples:
         for plan in self._plans.values():
             if plan.before is None:
                 continue
-            kept = [i in tensors and _place(tensors[i]) == at for i, at in zip(plan.indices, plan.places, strict=True)]
-            change = torch.split(_flat(plan.views).sub_(plan.before), plan.sizes)
-            changed = numbers(torch._foreach_norm(change))
-            before = numbers(torch._foreach_norm(torch.split(plan.before, plan.sizes)))
-            pairs = zip(plan.indices, changed, before, kept, strict=True)
-            out.update({i: (after, held) for i, after, held, right in pairs if right})
+            places = zip(plan.indices, plan.places, strict=True)
+            kept = {i for i, at in places if i in tensors and _place(tensors[i]) == at}
+            (whole, runs), (whole_before, runs_before) = plan.copy(), plan.before
             plan.before = None
+            change = _norms(whole.sub_(whole_before), runs.sub_(runs_before), plan.sizes)
+            pairs = zip(plan.order, change, _norms(whole_before, runs_before, plan.sizes), strict=True)
+            out.update({i: (after, before) for i, after, before in pairs if i in kept})
         return out
 
     def drop(self) -> None:
@@ -76,20 +84,38 @@ class WeightSamples:
         held = self._plans.get(device)
         if held is not None and held.indices == list(tensors) and held.places == places:
             return held
-        views = [self._view(tensor) for tensor in tensors.values()]
-        return _Plan(list(tensors), places, views, [view.numel() for view in views])
+        whole: dict[int, Tensor] = {}
+        runs: dict[int, Tensor] = {}
+        for i, tensor in tensors.items():
+            view = self._runs(tensor)
+            if view is None:
+                whole[i] = self._whole(tensor)
+            else:
+                runs[i] = view
+        sizes = [view.numel() for view in whole.values()]
+        return _Plan(list(tensors), places, [*whole, *runs], list(whole.values()), list(runs.values()), sizes)
 
-    def _view(self, tensor: Tensor) -> Tensor:
-        """The entries looked at: all, or evenly spaced runs of a cache line (slices, where there is no flat order)."""
+    def _runs(self, tensor: Tensor) -> Tensor | None:
+        """Evenly spaced runs [runs, RUN] of a tensor too large to be looked at whole, else None."""
+        runs = max(1, self._entries // 2 // RUN)
+        if not _dense(tensor) or tensor.is_complex() or tensor.numel() <= max(self._entries, runs * RUN):
+            return None
+        return tensor.as_strided((runs, RUN), (tensor.numel() // runs, 1))
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All entries in one row; evenly spaced ones of a large complex tensor, or of one with gaps in memory."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        count = real.numel()
-        if not _dense(real):
-            side = max(1, int(self._entries ** (1.0 / max(1, real.dim()))))
-            return real[tuple(slice(None, None, max(1, -(-n // side))) for n in real.shape)]
-        if count <= self._entries:
-            return real.as_strided((count,), (1,))
-        runs = max(1, self._entries // RUN)
-        return real.as_strided((runs, min(RUN, count)), (count // runs, 1))
+        if _dense(real):
+            flat = real.as_strided((real.numel(),), (1,))
+            return flat[:: max(1, -(-flat.numel() // self._entries))]
+        side = max(1, int(self._entries ** (1.0 / max(1, real.dim()))))
+        return real[tuple(slice(None, None, max(1, -(-n // side))) for n in real.shape)]
+
+
+def _norms(whole: Tensor, runs: Tensor, sizes: list[int]) -> list[Number]:
+    """The norm of each tensor's entries, the whole ones first."""
+    parts = torch._foreach_norm(torch.split(whole, sizes)) if sizes else []
+    return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -102,6 +128,9 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _flat(views: list[Tensor]) -> Tensor:
-    views = [v if v.dim() == 1 else v.reshape(-1) for v in views]
-    return torch.cat([v if v.dtype == torch.float32 else v.float() for v in views])
+def _fp32(view: Tensor) -> Tensor:
+    return view if view.dtype == torch.float32 else view.float()
+
+
+def _row(view: Tensor) -> Tensor:
+    return view if view.dim() == 1 else view.reshape(-1)
