@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -297,7 +298,10 @@ def test_live_repaints_a_terminal(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "flowscope", "live", str(tmp_path)]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "LINES": "50"}
-    process = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower, env=environment)
+    # a job in the background of a script inherits SIGINT as ignored, and would never see it
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=follower, stderr=follower, env=environment, preexec_fn=interruptible
+    )
     os.close(follower)
     try:
         seen = read_until(leader, "last at step 10")
@@ -305,13 +309,17 @@ def test_live_repaints_a_terminal(tmp_path: Path) -> None:
             file.write(encode_event(Record(77, 1.0)))
         seen += read_until(leader, "last at step 77")
     finally:
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         rest = read_until(leader, None)
         os.close(leader)
     assert process.wait(60) == 130
     assert "\x1b[1A" in seen, "the cursor goes up again"
     assert (seen + rest).rindex("\x1b[?25h") > (seen + rest).rindex("\x1b[?25l"), "the cursor is shown at the end"
     assert "Traceback" not in seen + rest
+
+
+def interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_until(descriptor: int, words: str | None, seconds: float = 30) -> str:

@@ -75,12 +75,15 @@ def test_a_resnet_trains(mode: str) -> None:
     flowscope.wrap(model, mode, example_inputs=images[:5])
     start = {path: p.detach().clone() for path, p in model.named_parameters() if "connection" in path}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # decayed to zero: at a constant rate the accuracy on 297 digits moves by .04 from epoch to epoch, plain or wrapped
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     order = torch.randperm(1500, generator=torch.Generator().manual_seed(0))
     for _ in range(8):
         for rows in order.split(50):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
             optimizer.step()
+        decay.step()
     model.eval()
     with torch.no_grad():
         accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).double().mean().item()  # 297 unseen digits

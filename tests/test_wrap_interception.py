@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -242,7 +243,8 @@ def backward_gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor
 def test_nested_tensor_is_refused() -> None:
     model = models.Stack(models.PreNormBlock)
     wrap(model, "residual", example_inputs=models.hidden_states())
-    with pytest.warns(UserWarning, match="prototype"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once a process that nested tensors are a prototype
         nested = torch.nested.nested_tensor([torch.randn(2, D), torch.randn(T, D)])
     with pytest.raises(FlowscopeError, match="got a nested tensor; build the encoder with enable_nested_tensor=False"):
         model.blocks[0](nested)
