@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,23 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
 }
 
 
+def run_sections(
+    title: str, script: str, sections: Mapping[str, Callable[[argparse.Namespace], list[str]]], args: argparse.Namespace
+) -> None:
+    """Run the sections asked for, print each as it ends, and write them all where asked to."""
+    torch.set_num_threads(1)
+    Runner.clock = staticmethod(CLOCKS[args.clock])
+    text = [f"# {title}", "", f"Written by `benchmarks/{script}`: {machine()} Clock: {args.clock}."]
+    print("\n".join(text), flush=True)
+    for name in args.sections.split(","):
+        started = time.perf_counter()
+        lines = ["", *sections[name](args)]
+        print("\n".join(lines), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
+        text += lines
+    if args.write:
+        args.write.write_text("\n".join(text) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated, of: %(default)s")
@@ -290,17 +307,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
     parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    Runner.clock = staticmethod(CLOCKS[args.clock])
-    text = ["# What watching costs", "", f"Written by `benchmarks/overhead.py`: {machine()} Clock: {args.clock}."]
-    print("\n".join(text), flush=True)
-    for name in args.sections.split(","):
-        started = time.perf_counter()
-        lines = ["", *SECTIONS[name](args)]
-        print("\n".join(lines), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
-        text += lines
-    if args.write:
-        args.write.write_text("\n".join(text) + "\n")
+    run_sections("What watching costs", "overhead.py", SECTIONS, args)
 
 
 if __name__ == "__main__":

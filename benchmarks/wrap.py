@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from overhead import BATCH, DEPTH, LENGTH, WIDTH, ByteLM, batches, lm_loss, load_text, machine
+from overhead import BATCH, DEPTH, LENGTH, WIDTH, ByteLM, batches, lm_loss, load_text, run_sections
 from pairing import CLOCKS, RATIO_HEAD, Batch, Ratio, Runner, Times, interleave, ratio
 from torch import Tensor, nn
 
@@ -281,17 +280,7 @@ def main(arguments: Any = None) -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a machine that others use as well")
     parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    Runner.clock = staticmethod(CLOCKS[args.clock])
-    text = ["# What wrapping costs", "", f"Written by `benchmarks/wrap.py`: {machine()} Clock: {args.clock}."]
-    print("\n".join(text), flush=True)
-    for name in args.sections.split(","):
-        started = time.perf_counter()
-        lines = ["", *SECTIONS[name](args)]
-        print("\n".join(lines), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
-        text += lines
-    if args.write:
-        args.write.write_text("\n".join(text) + "\n")
+    run_sections("What wrapping costs", "wrap.py", SECTIONS, args)
 
 
 if __name__ == "__main__":

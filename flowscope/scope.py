@@ -282,7 +282,6 @@ class Scope:
             self._faults.guard("records", self._finish_pending, True)
         finally:
             self._hooks.close()
-            self._observation.close()
             if self._scaler is not None:
                 self._scaler.close()
             if (model := self._model()) is not None:

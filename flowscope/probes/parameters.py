@@ -29,7 +29,7 @@ class ParameterObserver:
     """All floating-point parameters of a model, tied ones once, under their first name."""
 
     def __init__(self, model: nn.Module, config: WatchConfig) -> None:
-        self._model, self._config = model, config
+        self._model = model
         names: list[str] = []
         self._places: list[tuple[nn.Module, str]] = []
         self._paths: list[tuple[str, str]] = []

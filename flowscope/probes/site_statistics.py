@@ -19,8 +19,6 @@ SATURATED_LOGIT = 5.0
 
 GATE_COLUMNS = 5 + LOGIT_BUCKETS
 """count, sum t, sum t^2, saturated, sum log(1 - t), then counts of the logit in equal buckets over [-16, 16]."""
-NORM_COLUMNS = 2
-"""positions, sum of log(gamma / rms(z))."""
 
 
 def gate_sums(logit: Tensor) -> Tensor:

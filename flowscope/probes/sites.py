@@ -8,7 +8,6 @@ Axis letters: K merge sites of a flow in depth order, S streams.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,38 +21,13 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.probes import site_statistics, site_summaries, statistics, summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import MASK, Hooks, Switch, in_backward
+from flowscope.probes.hooks import Hook, Hooks, Switch, in_backward
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.statistics import Positions, Sums, full_precision
 
 Array = NDArray[np.float64]
 Kind = str
 """What a row holds: "gate", "norm", "mix", "write", "streams" or "input"."""
-
-
-class SiteHook:
-    """The `observer` of one connection; inert in any copy or pickle of the model."""
-
-    def __init__(self, observer: SiteObserver, first: int) -> None:
-        self._observer, self._first = observer, first
-
-    def __call__(self, site: int, name: str, tensor: Tensor) -> None:
-        """Hand a tensor on, guarded."""
-        observer = self._observer
-        if not observer.switch.sampling or observer.switch.paused or MASK.on or observer.part in observer.faults.failed:
-            return
-        try:
-            observer.see(self._first + site, name, tensor)
-        except Exception as error:
-            observer.faults.report(observer.part, error)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See `hooks.Hook`."""
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See `__reduce__`."""
-        return contextlib.nullcontext().__exit__
 
 
 class SiteObserver:
@@ -83,7 +57,7 @@ class SiteObserver:
             block = display_path(path.rpartition(".")[0])
             if connection.first or not self.labels:
                 self._starts.append(len(self.labels))
-            connection.observer = SiteHook(self, len(self.labels))
+            connection.observer = Hook(self.part, partial(self._shown, len(self.labels)), hooks.faults, switch)
             for site in range(connection.sites):
                 self.labels.append(f"{block}#{site}")
                 self.owners.append((display_path(path), connection, site))
@@ -109,8 +83,13 @@ class SiteObserver:
     def close(self) -> None:
         """Take the observers off again."""
         for connection in self._connections:
-            if isinstance(connection.__dict__.get("observer"), SiteHook):
+            if isinstance(connection.__dict__.get("observer"), Hook):
                 del connection.observer
+
+    def _shown(self, first: int, site: int, name: str, tensor: Tensor) -> None:
+        """A connection, whose first site in the flow is `first`, shows a tensor at one of its own."""
+        if not self.switch.paused:
+            self.see(first + site, name, tensor)
 
     def see(self, k: int, name: str, tensor: Tensor) -> None:
         """Register the deposit of what a connection shows at site k."""
