@@ -41,6 +41,7 @@ export class App {
     this.colours = new Map();
     this.opened = new Set();
     this.drawing = 0;
+    this.drawingDepth = 0;
     this.controls = new Controls(source.reloads, {
       change: (part) => this.choose(part),
       reload: () => this.refresh(),
@@ -229,12 +230,13 @@ export class App {
       for (const name of ["depth", "extra"]) this.parts[name].replaceChildren();
       return;
     }
-    const turn = this.drawing;
+    // a slower, older answer must not overwrite what was chosen since: a pin, or a whole new picture
+    const turn = [this.drawing, (this.drawingDepth += 1)];
     const steps = this.steps();
     for (const map of this.maps) map.pins(steps.map(({ step }) => step));
     const lines = (await Promise.all(this.drawn.flatMap(({ run, entry }) => steps.map(({ step }, n) => this.line(run, entry, step, n))))).filter(Boolean);
     const extra = await this.matrices(steps.at(-1)?.step);
-    if (turn !== this.drawing) return;
+    if (turn[0] !== this.drawing || turn[1] !== this.drawingDepth) return;
     const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
     const scale = makeScale(this.scale.kind, this.metric, shades);
     replace(
