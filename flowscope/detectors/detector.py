@@ -73,6 +73,11 @@ class Detector(ABC):
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
 
+    @property
+    def name(self) -> str:
+        """What its state and its alerts are kept under: its kind; a second detector of a kind has its own."""
+        return self.kind
+
     @abstractmethod
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """The findings of this record; a condition that is not mentioned is clean."""
@@ -143,8 +148,9 @@ def unpack(values: Sequence[float | str | None]) -> Array:
 
 @dataclass
 class Standing:
-    """The count behind one possible alert: records in a row with the condition, or without it."""
+    """The count behind one possible alert of one detector: records in a row with the condition, or without it."""
 
+    owner: str
     run: int = 0
     clean: int = 0
     since: int | None = None
@@ -164,16 +170,17 @@ class Ledger:
         return [entry.alert for entry in self.entries.values() if entry.alert is not None]
 
     def stands(self, kinds: frozenset[str], flow: str | None = None) -> bool:
-        """Whether an alert of one of `kinds` stands, in `flow` if it is given."""
-        return any(a.kind in kinds and (flow is None or a.flow == flow) for a in self.standing)
+        """Whether an alert of one of `kinds` stands, infos apart; with `flow`, in it or for the whole model."""
+        serious = [alert for alert in self.standing if alert.severity != "info"]
+        return any(a.kind in kinds and (flow is None or a.flow in (flow, None)) for a in serious)
 
-    def update(self, kind: str, findings: Iterable[Finding], step: int) -> list[Alert]:
-        """Enter all findings of one kind at one step; return what is newly raised or resolved."""
+    def update(self, owner: str, findings: Iterable[Finding], step: int) -> list[Alert]:
+        """Enter all findings of one detector (by its name) at one step; return what is newly raised or resolved."""
         found = {finding.key: finding for finding in findings}
-        known = [key for key in self.entries if key[0] == kind and key not in found]
+        known = [key for key, entry in self.entries.items() if entry.owner == owner and key not in found]
         out = [alert for key in known if (alert := self._clean(key, step)) is not None]
         for key, finding in found.items():
-            if finding.level != "unseen" and (alert := self._enter(key, finding, step)) is not None:
+            if finding.level != "unseen" and (alert := self._enter(owner, finding, step)) is not None:
                 out.append(alert)
         return out
 
@@ -189,8 +196,9 @@ class Ledger:
         del self.entries[key]
         return dataclasses.replace(entry.alert, step=step, state="resolved")
 
-    def _enter(self, key: AlertKey, finding: Finding, step: int) -> Alert | None:
-        entry = self.entries.setdefault(key, Standing())
+    def _enter(self, owner: str, finding: Finding, step: int) -> Alert | None:
+        key = finding.key
+        entry = self.entries.setdefault(key, Standing(owner))
         entry.clean = 0
         if finding.level == "near":
             entry.run, entry.since = 0, None
@@ -222,6 +230,7 @@ class Ledger:
         return [
             {
                 "key": list(key),
+                "owner": entry.owner,
                 "run": entry.run,
                 "clean": entry.clean,
                 "since": entry.since,
@@ -236,7 +245,8 @@ class Ledger:
         for row in state:
             kind, flow, cause = row["key"]
             alert = None if row["alert"] is None else Alert.from_json(row["alert"])
-            self.entries[kind, flow, cause] = Standing(row["run"], row["clean"], row["since"], alert)
+            counts = row["run"], row["clean"], row["since"]
+            self.entries[kind, flow, cause] = Standing(row["owner"], *counts, alert)
 
 
 def _plain_alert(alert: Alert) -> dict[str, Any]:
