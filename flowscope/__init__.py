@@ -14,10 +14,11 @@
     gate_profile        gates by depth over a loader; keep_gates(model) fills gate_value
     param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
     plot                matplotlib figures of records
+    actions             ready-made on_alert callables: log, stop, snapshot, webhook, lower the learning rate
     jacobian_spectrum   singular values of the Jacobian of the last hidden state by the first
     WatchConfig         every setting and limit
     Record, Alert       what a sampled step says; what a detector found
-    FlowscopeError      the one exception class
+    FlowscopeError      the one exception class; StopTraining is what an alert may end a run with
 
 Importing flowscope imports neither torch nor tensorboard until one of these names is used.
 """
@@ -28,7 +29,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flowscope._version import __version__
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, StopTraining
 
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig
@@ -68,6 +69,7 @@ __all__ = [
     "GateProfile",
     "Record",
     "Scope",
+    "StopTraining",
     "WatchConfig",
     "__version__",
     "clip_grad_norm_",
@@ -87,8 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plot":
-        return importlib.import_module("flowscope.plot")
+    if name in ("actions", "plot"):
+        return importlib.import_module(f"flowscope.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'flowscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

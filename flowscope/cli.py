@@ -3,10 +3,12 @@
     flowscope summary RUN                           a few lines: what stands, and where
     flowscope report RUN -o report.html             one HTML file, opens from disk
     flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
+    flowscope diagnose RUN                          judge its records again, with other limits if asked
     flowscope live RUN                              follow a run in this terminal while it trains in another
 
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
-cannot be read or a file not written, 2 a wrong call.
+cannot be read or a file not written, 2 a wrong call. `diagnose`: 0 no alert of level error stands at the end, 1 one
+does, 2 the run cannot be read or a limit is wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flowscope._version import __version__
+from flowscope.config import WatchConfig, make_config
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments without the program's name; None is those of the process.
 
     Returns:
-        The exit status, 0 or 1; a wrong call leaves by SystemExit(2), as argparse does.
+        The exit status; a wrong call leaves by SystemExit(2), as argparse does.
     """
     arguments = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -42,18 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        arguments.command(arguments)
+        status: int = arguments.command(arguments) or 0
         sys.stdout.flush()
     except FlowscopeError as error:
         print(f"flowscope: {error}", file=sys.stderr)
-        return 1
+        return 2 if arguments.command is _diagnose else 1
     except BrokenPipeError:
         # the reader (head, a pager) has seen enough; nothing may be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("-o", "--output", default="compare.html", help="the file to write (default: %(default)s)")
     compare.add_argument("--title", help="the page's title (default: the runs' names)")
     compare.set_defaults(command=_report)
+
+    diagnose = commands.add_parser(
+        "diagnose", help="judge a run again, from its records; exit status 1: an error stands"
+    )
+    diagnose.add_argument("run", metavar="RUN", help=run_help)
+    diagnose.add_argument(
+        "--set",
+        metavar="LIMIT=VALUE",
+        action="append",
+        default=[],
+        help="another limit, a field of WatchConfig, such as vanishing_product=1e-5; may be repeated",
+    )
+    diagnose.add_argument("--json", action="store_true", help="the alerts as JSON, one a line, instead of text")
+    diagnose.set_defaults(command=_diagnose)
 
     live = commands.add_parser("live", help="follow a run in this terminal while it trains in another; Ctrl-C ends")
     live.add_argument("run", metavar="RUN", help=run_help)
@@ -106,6 +124,38 @@ def _report(arguments: argparse.Namespace) -> None:
             raise FlowscopeError(f"{name}: no record yet, so there is nothing to draw; wait for the first step.")
     file = write_report(runs, arguments.output, title=arguments.title)
     print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from flowscope.detectors.replay import replay
+    from flowscope.diagnosis import diagnose
+    from flowscope.sinks.jsonl import encode_event
+
+    run = _read(arguments.run)
+    header = run.header or RunHeader("?", (), {})
+    alerts, detectors = replay(header, [*run.records, *run.unsampled], _limits(header.config, arguments.set))
+    if arguments.json:
+        sys.stdout.writelines(encode_event(alert).decode() for alert in alerts)
+    else:
+        steps = (
+            f"{len(run.records)} records, steps {run.records[0].step} to {run.records[-1].step}" if run.records else ""
+        )
+        print(f"{arguments.run}: {steps or 'no record'}")
+        print(diagnose(alerts))
+    return int(any(alert.severity == "error" for alert in detectors.standing))
+
+
+def _limits(recorded: Mapping[str, Any], changes: Sequence[str]) -> WatchConfig:
+    """The run's own configuration with some limits changed; what this version does not know is left out."""
+    config = {key: value for key, value in recorded.items() if key in WatchConfig.model_fields}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise FlowscopeError(
+                f"diagnose --set: got {change!r}, expected LIMIT=VALUE, such as vanishing_product=1e-5."
+            )
+        config[name] = value
+    return make_config(config)
 
 
 def _live(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from flowscope.errors import StopTraining
+
 LOGGER = logging.getLogger("flowscope")
 
 
@@ -35,11 +37,16 @@ class Faults:
             )
 
     def guard(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` unless the part has failed; a fault is reported and None returned."""
+        """Call `function(*args)` unless the part has failed; a fault is reported and None returned.
+
+        `StopTraining` is no fault: the user asked for it.
+        """
         if part in self.failed:
             return None
         try:
             return function(*args)
+        except StopTraining:
+            raise
         except Exception as error:
             self.report(part, error)
             return None

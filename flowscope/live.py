@@ -75,7 +75,8 @@ def _event(line: bytes, header: RunHeader | None) -> Event | None:
         data = json.loads(line)
         kind = data["type"]
         if kind == "record":
-            return Record.from_json(data, header)
+            record = Record.from_json(data, header)
+            return None if "unsampled" in record.flags else record
         if kind == "alert":
             return Alert.from_json(data)
         return RunHeader.from_json(data) if kind == "run" else None

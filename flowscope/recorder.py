@@ -18,6 +18,7 @@ from flowscope._version import __version__
 from flowscope.arguments import AlertCallback
 from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
+from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
@@ -70,6 +71,8 @@ class Recorder:
         self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment())
         self.sinks: list[tuple[str, Sink]] = []
         self.closed = False
+        self.stop: StopTraining | None = None
+        self._told_unsampled = False
         self._header_written = False
 
     def take(self, ended: EndedStep) -> None:
@@ -93,6 +96,11 @@ class Recorder:
         if ended.snapshot is not None:
             self.records.append(record)
             self.emit(record)
+            self._told_unsampled = False
+        elif not self._told_unsampled:
+            # once between two sampled records: a run that is lost writes no line a step
+            self.emit_unsampled(record)
+            self._told_unsampled = True
         self._judge(record)
 
     def _sampled(self, ended: EndedStep, snapshot: Snapshot) -> Record | None:
@@ -114,7 +122,11 @@ class Recorder:
             self.alerts.append(alert)
             self.emit(alert)
             for number, callback in enumerate(self.callbacks):
-                self.faults.guard(f"on_alert callback {number}", callback, alert)
+                try:
+                    self.faults.guard(f"on_alert callback {number}", callback, alert)
+                except StopTraining as stop:
+                    # every alert of this record reaches every callback first; the scope raises it at the step's end
+                    self.stop = self.stop or stop
 
     def _update_header(self, layouts: list[FlowLayout], record: Record) -> None:
         """Write the header again when a flow or the rows of a metric changed."""
@@ -135,6 +147,12 @@ class Recorder:
             return
         for part, sink in self.sinks:
             self.faults.guard(part, sink.write, event)
+
+    def emit_unsampled(self, record: Record) -> None:
+        """Send what the canary alone saw to the sinks that keep a run whole (`takes_unsampled`)."""
+        for part, sink in self.sinks:
+            if getattr(sink, "takes_unsampled", False) and not self.closed:
+                self.faults.guard(part, sink.write, record)
 
     def close(self) -> None:
         """Close the sinks."""

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from flowscope.arguments import (
 )
 from flowscope.config import WatchConfig, make_config
 from flowscope.discovery.flows import find_flows
-from flowscope.discovery.plan import FlowPlan
+from flowscope.discovery.plan import FlowPlan, display_path
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.merging.wrapping import connections
@@ -140,6 +140,7 @@ class Scope:
             self._recorder.close()
             raise
         self._recorder.sinks += given_sinks
+        self._bind(callbacks)
         self._observation.owner = self
         _WATCHED[model] = weakref.ref(self)
         self._model = weakref.ref(model)
@@ -163,6 +164,14 @@ class Scope:
         console = self.config.console
         if console in ("alerts", "records") or (console == "auto" and not self._recorder.callbacks):
             own.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
+
+    def _bind(self, callbacks: Sequence[AlertCallback]) -> None:
+        """Actions (flowscope.actions) know their scope, and some see all events."""
+        for number, callback in enumerate(callbacks):
+            if callable(bind := getattr(callback, "bind", None)):
+                self._faults.guard(f"on_alert callback {number}", bind, self)
+            if callable(getattr(callback, "write", None)) and callable(getattr(callback, "close", None)):
+                self._recorder.sinks.append((f"action {type(callback).__name__} {number}", cast("Sink", callback)))
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
@@ -190,6 +199,13 @@ class Scope:
         if step is not None:
             self._renumber(step, ended=ended)
         self._faults.guard("records", self._finish_pending, False)
+        self._raise_stop()
+
+    def _raise_stop(self) -> None:
+        """Raise the `StopTraining` that an `on_alert` callable asked for."""
+        stop, self._recorder.stop = self._recorder.stop, None
+        if stop is not None:
+            raise stop
 
     def _check_open(self, call: str) -> None:
         if self._closed:
@@ -233,6 +249,21 @@ class Scope:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
         self._faults.guard("records", self._finish_pending, True)
         return list(self._recorder.alerts)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that are known to hold the model's parameters, in the order they step."""
+        return list(self._clock_optimizers())
+
+    def parameters_at(self, where: str) -> set[int]:
+        """The ids of the parameters that an alert's place (`Alert.where`) means; all of them for the root ("")."""
+        model, place = self._model(), where.partition(":")[0].partition("#")[0]
+        names = model.named_parameters(remove_duplicate=False) if model is not None else ()
+        return {
+            id(parameter)
+            for name, parameter in names
+            if not place or display_path(name) == place or display_path(name).startswith(place + ".")
+        }
 
     def summary(self) -> str:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
@@ -349,6 +380,7 @@ class Scope:
             self._found_inf.append(found.detach().clone())
         if last:
             self._end_step()
+            self._raise_stop()
 
     def foreign_step(self) -> None:
         """What is pending belongs to an optimizer that is not ours, unless ours steps before the next forward."""
@@ -368,6 +400,7 @@ class Scope:
     def _step_skipped(self) -> None:
         """The GradScaler found inf and skipped the optimizer."""
         self._end_step(flags=("skipped",))
+        self._raise_stop()
 
     def _observing(self) -> bool:
         switch = self._observation.switch

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flowscope.diagnosis import diagnose
 from flowscope.records import Alert, Record, RunHeader, metric_key
 from flowscope.sinks.console import sparkline
 
@@ -14,7 +15,7 @@ from flowscope.sinks.console import sparkline
 def summarize(
     header: RunHeader, records: Sequence[Record], alerts: Sequence[Alert], failed: Mapping[str, str], plan: Any
 ) -> str:
-    """Return the summary: flows and their last profile, standing alerts, parameters without gradient, failed parts."""
+    """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, failed parts."""
     if not records:
         return f"flowscope: no record yet.\n{plan}"
     last = records[-1]
@@ -25,8 +26,7 @@ def summarize(
         product = next((r.metrics[key] for r in reversed(records) if key in r.metrics), None)
         if product is not None:
             lines.append(f"  {flow.name} ({flow.kind}, {len(flow.points)} points): {_profile(product, flow.points)}")
-    standing = _standing(alerts)
-    lines += [f"  {alert}" for alert in standing] or ["  no alert stands"]
+    lines += [f"  {line}" for line in diagnose(alerts).splitlines()]
     lines += _never_ran(header, records)
     lines += _without_gradient(records)
     lines += [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
@@ -38,16 +38,6 @@ def _profile(product: np.ndarray[Any, Any], points: Sequence[str]) -> str:
         return "no finite gradient seen"
     low = int(np.nanargmin(np.where(np.isfinite(product), product, np.nan)))
     return f"gradient product {sparkline(product)} least {product[low]:.3g} at {points[low]}"
-
-
-def _standing(alerts: Sequence[Alert]) -> list[Alert]:
-    standing: dict[tuple[str, str | None], Alert] = {}
-    for alert in alerts:
-        if alert.state == "raised":
-            standing[alert.kind, alert.flow] = alert
-        else:
-            standing.pop((alert.kind, alert.flow), None)
-    return list(standing.values())
 
 
 def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:

@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 THIRD_PARTIES = ("torch", "tensorboard", "lightning", "transformers", "accelerate", "ignite", "wandb", "mlflow")
 
 ANY = {"numpy", "pydantic", "scipy"}
-PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "_version")}
+PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "diagnosis", "_version")}
 WRAPPING = {"flowscope.discovery", "flowscope.merging"}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
-    ("flowscope.faults", set()),
+    ("flowscope.faults", {"flowscope.errors"}),
+    ("flowscope.diagnosis", {"flowscope.records"}),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
     # the notebook's view is imported where a notebook asks for it

@@ -148,7 +148,7 @@ def test_an_alert_leads_to_its_layer_and_step(opened: tuple[Watched, Any]) -> No
     assert reach["y"] - picture["y"] == pytest.approx(0.1 * picture["height"], abs=1)
     assert reach["height"] == pytest.approx(0.4 * picture["height"], abs=1)
     card = panels.locator(".verdict.error").inner_text()
-    assert "First representation_collapse at enc.3 (step 2), then vanishing_gradient" in card
+    assert "First: representation_collapse at enc.3 (step 2); then: vanishing_gradient" in card
     assert "What to do: pre-norm, or wrap" in card
     assert panels.locator(".chip").all_inner_texts() == ["first (0)", "5", "last (15)"]
     assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "step 5, stands"]

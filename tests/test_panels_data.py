@@ -146,8 +146,10 @@ def test_the_verdict_names_the_worst_that_stands() -> None:
         "text": "token_collapse at enc.0 since step 2 (+1 more)",
         "message": "all tokens are one",
         "advice": "warm up",
-        "story": "First no_gradient (step 1), then token_collapse at enc.0 (step 2).",
     }
+    spike = Alert("loss_spike", "error", "", 1, 0.0, 0.0, "m", "a")
+    told = overview.verdict(view(info, warning, spike), [])["story"]
+    assert told == "First: loss_spike (step 1); then: token_collapse at enc.0 (step 2)."
     assert overview.verdict(run, []) == {"severity": "ok", "text": "no alert"}
     assert overview.verdict(run, [{**spans[0], "resolved": 4}]) == {"severity": "ok", "text": "no alert stands"}
     assert overview.verdict(overview.RunView("r"), [])["severity"] == "none"
@@ -168,13 +170,6 @@ def test_facts_leave_out_what_was_not_seen() -> None:
     ]
     run.products = {f"gradient_product@{i}": np.ones(3) for i in range(overview.FACTS + 2)}
     assert overview.facts(run)[-1] == "and 2 more flows"
-
-
-def test_the_story_begins_with_what_came_first() -> None:
-    late, early = ({"kind": kind, "where": "", "step": step} for kind, step in (("non_finite", 9), ("dead_units", 3)))
-    assert overview._story([late]) == {}
-    assert overview._story([late, early]) == {"story": "First dead_units (step 3), then non_finite (step 9)."}
-    assert overview._story([late] * 7)["story"].endswith(", then 3 more.")
 
 
 def test_every_documented_metric_is_in_the_catalogue() -> None:

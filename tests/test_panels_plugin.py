@@ -62,7 +62,7 @@ def test_the_overview_of_a_real_tensorboard(server: str) -> None:
         "text": f"vanishing_gradient at {EVIL} since step 5",
         "message": "the gradient is gone",
         "advice": "pre-norm, or wrap",
-        "story": f"First representation_collapse at enc.3 (step 2), then vanishing_gradient at {EVIL} (step 5).",
+        "story": f"First: representation_collapse at enc.3 (step 2); then: vanishing_gradient at {EVIL} (step 2).",
     }
     assert [(alert["kind"], alert["step"], alert["resolved"]) for alert in a["alerts"]] == [
         ("representation_collapse", 2, 10),

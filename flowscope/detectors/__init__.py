@@ -14,6 +14,7 @@ from flowscope.detectors.detector import Detector, Finding, Ledger
 from flowscope.detectors.finiteness import NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
+from flowscope.diagnosis import follows
 from flowscope.faults import Faults
 from flowscope.records import Alert, Record, RunHeader
 
@@ -59,40 +60,50 @@ class DetectorSet:
             finite = detector.kind in FINITE
             if not finite and ("unsampled" in record.flags or self._spoilt(found)):
                 continue
-            part = f"detector {detector.kind}"
+            part = f"detector {detector.name}"
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
             if findings is None:
                 continue
             findings = [self._explained(finding, detector, found) for finding in findings]
-            found |= {(finding.kind, finding.flow) for finding in findings if finding.level == "beyond"}
-            out += self._ledger.update(detector.kind, findings, record.step)
+            serious = (f for f in findings if f.level == "beyond" and f.severity != "info")
+            found |= {(finding.kind, finding.flow) for finding in serious}
+            out += self._ledger.update(detector.name, findings, record.step)
+        for alert in out:
+            if alert.state == "raised":
+                alert.message += follows(alert, self.standing)
         return out
 
     def _spoilt(self, found: set[tuple[str, str | None]]) -> bool:
         return any(kind in FINITE for kind, _ in found) or self._ledger.stands(FINITE)
 
     def _explained(self, finding: Finding, detector: Detector, found: set[tuple[str, str | None]]) -> Finding:
-        """The finding, or "unseen" in its place where another kind in the same flow explains it."""
+        """The finding, or "unseen" in its place where another kind explains it.
+
+        What belongs to a flow is explained by findings of that flow and by those of the whole model (flow None); what
+        belongs to the whole model by those of any flow. An info explains nothing.
+        """
         causes = detector.yields_to
-        if not causes or finding.flow is None or finding.level != "beyond":
+        if not causes or finding.level != "beyond":
             return finding
-        if any((kind, finding.flow) in found for kind in causes) or self._ledger.stands(causes, finding.flow):
-            return Finding(finding.kind, flow=finding.flow, cause=finding.cause, level="unseen")
+        flow = finding.flow
+        now = any(kind in causes and (flow is None or other in (flow, None)) for kind, other in found)
+        if now or self._ledger.stands(causes, flow):
+            return Finding(finding.kind, flow=flow, cause=finding.cause, level="unseen")
         return finding
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready; a set that loads it goes on exactly as this one would."""
         return {
             "ledger": self._ledger.state_dict(),
-            "detectors": {detector.kind: detector.state_dict() for detector in self.detectors},
+            "detectors": {detector.name: detector.state_dict() for detector in self.detectors},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; a detector it does not know starts anew."""
         self._ledger.load_state_dict(state["ledger"])
         for detector in self.detectors:
-            if detector.kind in state["detectors"]:
-                detector.load_state_dict(state["detectors"][detector.kind])
+            if detector.name in state["detectors"]:
+                detector.load_state_dict(state["detectors"][detector.name])
 
 
 def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Finding]:

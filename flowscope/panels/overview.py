@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from flowscope.diagnosis import story
 from flowscope.panels.catalogue import EXTREME, SHOWN_BY, present
 from flowscope.panels.series import Array, strict
 from flowscope.records import Alert, RunHeader, metric_key, split_key
 
 _RANK = {"error": 3, "warning": 2, "info": 1}
-STORY, FACTS = 4, 5
-"""How many alerts the story and how many flows the facts name."""
+FACTS = 5
+"""How many flows the facts name."""
 
 
 @dataclass
@@ -138,25 +139,16 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if run.last_step is None and not spans:
         return {"severity": "none", "text": "no record yet"}
     standing = [span for span in spans if span["resolved"] is None]
-    story = _story(spans)
+    told = story(run.alerts)
+    first = {"story": f"{told[0].upper()}{told[1:]}."} if told else {}
     if not standing:
-        return {"severity": "ok", "text": "no alert stands" if spans else "no alert", **story}
+        return {"severity": "ok", "text": "no alert stands" if spans else "no alert", **first}
     worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
     rest = len(standing) - 1
     more = f" (+{rest} more)" if rest else ""
     text = f"{worst['kind']}{_at(worst)} since step {worst['step']}{more}"
     said = {"message": worst["message"], "advice": worst["advice"]}
-    return {"severity": worst["severity"], "text": text, **said, **story}
-
-
-def _story(spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What came first: the order tells causes from consequences better than the severity does."""
-    if len(spans) < 2:
-        return {}
-    in_order = sorted(spans, key=lambda span: int(span["step"]))
-    parts = [f"{span['kind']}{_at(span)} (step {span['step']})" for span in in_order[:STORY]]
-    rest = f", then {len(spans) - STORY} more" if len(spans) > STORY else ""
-    return {"story": f"First {', then '.join(parts)}{rest}."}
+    return {"severity": worst["severity"], "text": text, **said, **first}
 
 
 def _at(span: Mapping[str, Any]) -> str:

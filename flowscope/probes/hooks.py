@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
+from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 
 
@@ -93,6 +94,8 @@ class Hook:
             return
         try:
             self.observe(*args)
+        except StopTraining:
+            raise
         except Exception as error:
             self.faults.report(self.part, error)
 

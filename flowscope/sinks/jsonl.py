@@ -30,6 +30,9 @@ class JsonlSink:
         FlowscopeError: the folder cannot be written.
     """
 
+    takes_unsampled = True
+    """Also what the canary alone saw at a step that was not sampled: `flowscope diagnose` judges by it."""
+
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self._file = AppendFile(log_dir, FILE_NAME, line_based=True)
         self.path = self._file.path
@@ -80,6 +83,7 @@ class Run:
         alerts: in the order they were written.
         skipped_lines: lines that are incomplete (a kill, or a writer at work) or not flowscope's.
         superseded: records that a later record of the same step, or a resumed process, replaced.
+        unsampled: what the finiteness canary alone saw, at steps that were not sampled.
     """
 
     header: RunHeader | None = None
@@ -87,6 +91,7 @@ class Run:
     alerts: list[Alert] = field(default_factory=list)
     skipped_lines: int = 0
     superseded: int = 0
+    unsampled: list[Record] = field(default_factory=list)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -163,7 +168,9 @@ class _Joiner:
     def run(self) -> Run:
         """The joined run."""
         records = [self.records[step] for step in sorted(self.records)]
-        return Run(self.header, records, self.alerts, self.skipped, self.superseded)
+        sampled = [record for record in records if "unsampled" not in record.flags]
+        unsampled = [record for record in records if "unsampled" in record.flags]
+        return Run(self.header, sampled, self.alerts, self.skipped, self.superseded, unsampled)
 
 
 def _decode(line: bytes, header: RunHeader | None) -> Event:
