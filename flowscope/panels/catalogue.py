@@ -111,6 +111,12 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "update_ratio": ("Parameters", "How far one step moves each parameter. Rule of thumb: about 0.001.", "log"),
     "param_grad_norm": ("Parameters", "Gradient the optimizer consumes. Grey: none arrived.", "log"),
     "param_norm": ("Parameters", "Norm of each parameter.", "log"),
+    "param_unchanged": (
+        "Parameters",
+        "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded away.",
+        "linear",
+    ),
+    "param_lr": ("Parameters", "Learning rate of the group that holds the parameter. Grey: none.", "log"),
     "param_trainable": ("Parameters", "1 where the parameter asks for a gradient.", "linear"),
     "param_optimized": ("Parameters", "1 where an optimizer holds the parameter.", "linear"),
     "param_is_norm": ("Parameters", "1 where the parameter belongs to a normalisation layer.", "linear"),
@@ -128,7 +134,15 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
 
 _BANDS = {"cosine": ("cosine_p05", "cosine_p95"), "gate_mean": ("gate_p05", "gate_p95")}
 _LIMITS = {"gradient_product": ("vanishing_product", "exploding_product"), "token_cosine": ("token_cosine",)}
-_SHARES = {"dead_fraction", "saturation", "gate_mean", "gate_saturation", "param_trainable", "param_optimized"}
+_SHARES = {
+    "dead_fraction",
+    "saturation",
+    "gate_mean",
+    "gate_saturation",
+    "param_trainable",
+    "param_optimized",
+    "param_unchanged",
+}
 _OF_THE_MODEL = {
     "canary",
     "connection_grad_norm",

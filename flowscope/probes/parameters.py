@@ -2,7 +2,7 @@
 
 `param_grad_norm` is what the optimizer consumes (unscaled, reduced, after clipping). `update_ratio` is |dw| / |w| over
 up to `update_samples` fixed, evenly spaced entries of each tensor before and after the step: exact for smaller tensors,
-and no copy of the weights is held.
+and no copy of the weights is held. `param_unchanged` is the share of these entries that the step left as they were.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from flowscope.probes.norms import Number, norms
 from flowscope.probes.weight_samples import WeightSamples
 
 SAMPLE_BUDGET = 1 << 22
+ROWS = 5
+"""What is read of each parameter: see `ParameterObserver.take`."""
 Array = NDArray[np.float64]
 
 
@@ -50,7 +52,7 @@ class ParameterObserver:
         self._now: list[Tensor | None] | None = None
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
-        self.updates: dict[int, tuple[Number, Number]] = {}
+        self.updates: dict[int, tuple[Number, Number, Number]] = {}
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
@@ -115,15 +117,16 @@ class ParameterObserver:
         self.updates = self._samples.changes(self._live())
 
     def take(self) -> tuple[Array, NDArray[np.bool_], list[tuple[Tensor, list[tuple[int, int]]]]]:
-        """Return this step's numbers as the rows [4, n], which of them were read, and those still on devices.
+        """Return this step's numbers as the rows [5, n], which of them were read, and those still on devices.
 
-        Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step.
+        Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step, 4
+        share of the sampled entries that the step left exactly as they were.
         What is on a device comes as vectors, each with the (row, parameter) its entries belong to.
         """
-        values = np.full((4, len(self.names)), np.nan)
+        values = np.full((ROWS, len(self.names)), np.nan)
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
         rows: list[tuple[int, Mapping[int, Number]]] = [(0, self.norms), (1, self.gradients)]
-        rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(2)]
+        rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(3)]
         read = np.zeros(values.shape, dtype=bool)
         for row, found in rows:
             read[row, list(found)] = True
@@ -153,6 +156,20 @@ class ParameterObserver:
             return np.full(len(self.names), np.nan)
         held = {id(p) for optimizer in known for group in optimizer.param_groups for p in group["params"]}
         return np.array([float(p is not None and id(p) in held) for p in self.current()])
+
+    def learning_rates(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
+        """The learning rate of the group that holds each parameter (the last of several), NaN where none does."""
+        rates: dict[int, float] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
+        return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in self.current()])
+
+
+def _rate(value: Any) -> float:
+    """A group's learning rate as a number. One that lies on a device is not waited for: NaN."""
+    known = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.device.type == "cpu")
+    return float(value) if known else np.nan
 
 
 def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:

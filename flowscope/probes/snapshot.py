@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MATRIX_POINTS = 128
+WIRING = ("param_trainable", "param_optimized", "param_lr")
 
 
 class Snapshot:
@@ -52,23 +53,23 @@ class Snapshot:
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
         self._not_measured: list[int] = []
-        self._wiring: tuple[Array, Array] | None = None
+        self._wiring: tuple[Array, Array, Array] | None = None
         if observation.parameters is not None:
             self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
         self._copy = HostCopy(self._tensors)
         self._tensors = []
 
-    def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array]:
+    def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array, Array]:
         parameters = self._observation.parameters
         assert parameters is not None
-        return parameters.trainable(), parameters.optimized(optimizers)
+        return parameters.trainable(), parameters.optimized(optimizers), parameters.learning_rates(optimizers)
 
     def join(self, optimizer: Any, optimizers: Iterable[Any]) -> None:
         """An optimizer found only now is about to make the second half of this step's update."""
         parameters = self._observation.parameters
         if parameters is None or self._wiring is None:
             return
-        self._wiring = (self._wiring[0], parameters.optimized(optimizers))
+        self._wiring = (self._wiring[0], parameters.optimized(optimizers), parameters.learning_rates(optimizers))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
 
@@ -192,11 +193,12 @@ class Snapshot:
             values, sampled, vectors = self._parameters
             for where, index in vectors:
                 values[tuple(np.array(index).T)] = host[where][0]
-            values[2, self._not_measured] = np.nan
-            sampled[2, self._not_measured] = False
+            for row in (2, 4):
+                values[row, self._not_measured] = np.nan
+                sampled[row, self._not_measured] = False
             for name, array in summaries.parameter_metrics(values, sampled).items():
                 out.add(name, array, names)
-            for name, array in zip(("param_trainable", "param_optimized"), self._wiring, strict=True):
+            for name, array in zip(WIRING, self._wiring, strict=True):
                 out.add(name, array, names)
             out.add("param_is_norm", observation.parameters.is_norm, names)
             norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}

@@ -86,15 +86,16 @@ def histogram_quantiles(counts: Array, q: float) -> Array:
 
 
 def parameter_metrics(values: Array, sampled: NDArray[np.bool_]) -> dict[str, Array]:
-    """Metrics of the parameters from the rows [4, n]: norm, gradient norm, change and norm of the sampled entries.
+    """Metrics of the parameters from the rows that `ParameterObserver.take` describes, [5, n].
 
     param_norm, param_grad_norm: NaN where not read (frozen, gradient None), inf where the tensor holds non-finite
-    entries. update_ratio = |dw| / |w|; NaN where the weights were exactly zero before the step.
+    entries. update_ratio = |dw| / |w|; NaN where the weights were exactly zero before the step. param_unchanged: the
+    share of entries that stayed as they were.
     """
-    norm, gradient, change, before = np.where(sampled & ~np.isfinite(values), np.inf, values)
+    norm, gradient, change, before = np.where(sampled & ~np.isfinite(values), np.inf, values)[:4]
     with np.errstate(all="ignore"):
         ratio = np.where(before > 0, change / before, np.nan)
-    return {"param_norm": norm, "param_grad_norm": gradient, "update_ratio": ratio}
+    return {"param_norm": norm, "param_grad_norm": gradient, "update_ratio": ratio, "param_unchanged": values[4]}
 
 
 def unit_metrics(vectors: dict[str, Array], kinds: dict[str, str]) -> tuple[dict[str, Array], dict[str, list[str]]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowscope.probes.norms import Number, numbers
+from flowscope.probes.statistics import is_host, wide
 
 RUN = 16
 """Entries looked at side by side: single entries would touch a cache line each, which is as slow as reading all."""
@@ -28,11 +30,12 @@ class _Plan:
     runs: list[Tensor]
     sizes: list[int] = field(default_factory=list)
     before: tuple[Tensor, Tensor] | None = None
+    ends: Tensor | None = None
 
     def copy(self) -> tuple[Tensor, Tensor]:
-        """Return the entries as they are now, fp32: [entries] of the whole tensors, [tensors, entries] of the rest."""
-        whole = torch.cat([_row(_fp32(view)) for view in self.whole]) if self.whole else torch.empty(0)
-        runs = torch.cat([_fp32(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
+        """Return the entries as they are now: [entries] of the whole tensors, [tensors, entries] of the rest."""
+        whole = torch.cat([_row(_wide(view)) for view in self.whole]) if self.whole else torch.empty(0)
+        runs = torch.cat([_wide(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
         return whole, runs.view(len(self.runs), -1) if self.runs else runs
 
 
@@ -56,12 +59,13 @@ class WeightSamples:
         for plan in self._plans.values():
             plan.before = plan.copy()
 
-    def changes(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Number, Number]]:
-        """Return, for every tensor sampled before, the norms of its entries' change and of the entries before it.
+    def changes(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Number, Number, Number]]:
+        """Return, for every tensor sampled before: (norm of its entries' change, norm of the entries before it, share).
 
-        A tensor that has moved or changed its shape since `take_before` is left out.
+        The share is that of the entries which are exactly what they were, NaN for a tensor without entries. A tensor
+        that has moved or changed its shape since `take_before` is left out.
         """
-        out: dict[int, tuple[Number, Number]] = {}
+        out: dict[int, tuple[Number, Number, Number]] = {}
         for plan in self._plans.values():
             if plan.before is None:
                 continue
@@ -70,8 +74,9 @@ class WeightSamples:
             (whole, runs), (whole_before, runs_before) = plan.copy(), plan.before
             plan.before = None
             change = _norms(whole.sub_(whole_before), runs.sub_(runs_before), plan.sizes)
-            pairs = zip(plan.order, change, _norms(whole_before, runs_before, plan.sizes), strict=True)
-            out.update({i: (after, before) for i, after, before in pairs if i in kept})
+            before = _norms(whole_before, runs_before, plan.sizes)
+            found = zip(plan.order, change, before, _zero_shares(plan, whole, runs), strict=True)
+            out.update({i: (moved, held, same) for i, moved, held, same in found if i in kept})
         return out
 
     def drop(self) -> None:
@@ -118,6 +123,24 @@ def _norms(whole: Tensor, runs: Tensor, sizes: list[int]) -> list[Number]:
     return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
 
 
+def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
+    """The share of exact zeros in each tensor's entries, the whole ones first; NaN for one without entries."""
+    parts = []
+    if plan.sizes and is_host(whole):
+        starts = np.concatenate([[0], np.cumsum(plan.sizes)])
+        counts = np.add.reduceat(np.append(whole.numpy() == 0, False), starts[:-1], dtype=np.int64)
+        with np.errstate(invalid="ignore"):
+            parts.append(torch.from_numpy(np.where(plan.sizes, counts, 0) / np.array(plan.sizes, dtype=np.float64)))
+    elif plan.sizes:
+        if plan.ends is None:
+            plan.ends = torch.tensor([0, *plan.sizes], device=whole.device).cumsum(0)
+        sums = torch.cat([plan.ends.new_zeros(1), (whole == 0).cumsum(0)])[plan.ends].diff()
+        parts.append(sums.to(wide(whole.device)) / plan.ends.diff())
+    if len(runs):
+        parts.append((runs == 0).sum(1, dtype=wide(runs.device)) / runs.shape[1])
+    return numbers(torch.cat(parts).unbind()) if parts else []
+
+
 def _dense(tensor: Tensor) -> bool:
     """Whether a tensor fills one stretch of memory, whatever the order of its axes (transposed, channels last)."""
     span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -128,8 +151,9 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _fp32(view: Tensor) -> Tensor:
-    return view if view.dtype == torch.float32 else view.float()
+def _wide(view: Tensor) -> Tensor:
+    """At least fp32: a small change of fp64 weights would vanish in less than they have."""
+    return view if view.dtype in (torch.float32, torch.float64) else view.float()
 
 
 def _row(view: Tensor) -> Tensor:
