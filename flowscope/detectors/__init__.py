@@ -13,6 +13,12 @@ from flowscope.detectors.collapse import RepresentationCollapse, TokenCollapse
 from flowscope.detectors.detector import Detector, Finding, Ledger
 from flowscope.detectors.finiteness import NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
+from flowscope.detectors.losses import LossPlateau, LossSpike
+from flowscope.detectors.norms import TrainEvalGap
+from flowscope.detectors.ranks import RankDesync
+from flowscope.detectors.spikes import GradientSpike
+from flowscope.detectors.stepping import GradientAccumulates, StaleParameters
+from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSmall
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
 from flowscope.faults import Faults
@@ -20,16 +26,28 @@ from flowscope.records import Alert, Record, RunHeader
 
 DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
+    RankDesync,
     NoGradient,
+    StaleParameters,
+    ParametersNotOptimized,
+    GradientAccumulates,
+    OverClipped,
+    UpdateTooLarge,
     VanishingGradient,
     ExplodingGradient,
     TokenCollapse,
     RepresentationCollapse,
-    ParametersNotOptimized,
+    UpdateTooSmall,
+    TrainEvalGap,
+    LossSpike,
+    GradientSpike,
+    LossPlateau,
 )
 """In the order they are asked: a cause before what it explains."""
 
 FINITE = frozenset({NonFinite.kind})
+Cause = tuple[str, str | None, str]
+"""Kind, flow and severity of a finding that may explain others."""
 
 
 class DetectorSet:
@@ -55,7 +73,7 @@ class DetectorSet:
         if {"skipped", "possibly_skipped"} & set(record.flags):
             return []
         out: list[Alert] = []
-        found: set[tuple[str, str | None]] = set()
+        found: set[Cause] = set()
         for detector in self.detectors:
             finite = detector.kind in FINITE
             if not finite and ("unsampled" in record.flags or self._spoilt(found)):
@@ -66,28 +84,32 @@ class DetectorSet:
                 continue
             findings = [self._explained(finding, detector, found) for finding in findings]
             serious = (f for f in findings if f.level == "beyond" and f.severity != "info")
-            found |= {(finding.kind, finding.flow) for finding in serious}
+            found |= {(finding.kind, finding.flow, finding.severity) for finding in serious}
             out += self._ledger.update(detector.name, findings, record.step)
         for alert in out:
             if alert.state == "raised":
                 alert.message += follows(alert, self.standing)
         return out
 
-    def _spoilt(self, found: set[tuple[str, str | None]]) -> bool:
-        return any(kind in FINITE for kind, _ in found) or self._ledger.stands(FINITE)
+    def _spoilt(self, found: set[Cause]) -> bool:
+        return any(kind in FINITE for kind, _, _ in found) or self._ledger.stands(FINITE)
 
-    def _explained(self, finding: Finding, detector: Detector, found: set[tuple[str, str | None]]) -> Finding:
+    def _explained(self, finding: Finding, detector: Detector, found: set[Cause]) -> Finding:
         """The finding, or "unseen" in its place where another kind explains it.
 
         What belongs to a flow is explained by findings of that flow and by those of the whole model (flow None); what
         belongs to the whole model by those of any flow. An info explains nothing.
         """
-        causes = detector.yields_to
-        if not causes or finding.level != "beyond":
+        causes, errors = detector.yields_to, detector.yields_to_errors
+        if not (causes or errors) or finding.level != "beyond":
             return finding
         flow = finding.flow
-        now = any(kind in causes and (flow is None or other in (flow, None)) for kind, other in found)
-        if now or self._ledger.stands(causes, flow):
+        now = any(
+            (kind in causes or (kind in errors and severity == "error")) and (flow is None or other in (flow, None))
+            for kind, other, severity in found
+        )
+        stands = self._ledger.stands
+        if now or stands(causes, flow, detector.name) or stands(errors, flow, detector.name, ("error",)):
             return Finding(finding.kind, flow=flow, cause=finding.cause, level="unseen")
         return finding
 

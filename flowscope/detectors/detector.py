@@ -24,6 +24,7 @@ from flowscope.records import Alert, FlowLayout, Record, RunHeader, Severity, me
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 AlertKey = tuple[str, str, str]
+SERIOUS: tuple[Severity, ...] = ("warning", "error")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ class Detector(ABC):
         kind: the one kind of its alerts.
         yields_to: kinds that explain this one: while an alert of such a kind stands in the same flow (or is found in
             this record), this detector's findings for that flow are left out.
+        yields_to_errors: the same for kinds that explain it only where they are errors.
     """
 
     kind: ClassVar[str]
     yields_to: ClassVar[frozenset[str]] = frozenset()
+    yields_to_errors: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
@@ -169,17 +172,27 @@ class Ledger:
         """Raised and not resolved."""
         return [entry.alert for entry in self.entries.values() if entry.alert is not None]
 
-    def stands(self, kinds: frozenset[str], flow: str | None = None) -> bool:
-        """Whether an alert of one of `kinds` stands, infos apart; with `flow`, in it or for the whole model."""
-        serious = [alert for alert in self.standing if alert.severity != "info"]
-        return any(a.kind in kinds and (flow is None or a.flow in (flow, None)) for a in serious)
+    def stands(
+        self,
+        kinds: frozenset[str],
+        flow: str | None = None,
+        but: str | None = None,
+        severities: Sequence[Severity] = SERIOUS,
+    ) -> bool:
+        """Whether an alert of one of `kinds` and `severities` stands, those of the detector `but` apart.
+
+        With `flow` only alerts in that flow, or for the whole model, count.
+        """
+        entries = (entry for entry in self.entries.values() if entry.owner != but)
+        alerts = [e.alert for e in entries if e.alert is not None and e.alert.severity in severities]
+        return any(a.kind in kinds and (flow is None or a.flow in (flow, None)) for a in alerts)
 
     def update(self, owner: str, findings: Iterable[Finding], step: int) -> list[Alert]:
         """Enter all findings of one detector (by its name) at one step; return what is newly raised or resolved."""
         found = {finding.key: finding for finding in findings}
         known = [key for key, entry in self.entries.items() if entry.owner == owner and key not in found]
         out = [alert for key in known if (alert := self._clean(key, step)) is not None]
-        for key, finding in found.items():
+        for finding in found.values():
             if finding.level != "unseen" and (alert := self._enter(owner, finding, step)) is not None:
                 out.append(alert)
         return out
