@@ -14,6 +14,7 @@ import torch
 import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert
+from flowscope.stopping import AlertAction, StopSink, translated
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,8 +22,6 @@ except ImportError as error:
     raise FlowscopeError(
         'flowscope.integrations.lightning needs Lightning, which is not installed: pip install "flowscope[lightning]".'
     ) from error
-
-AlertAction = Callable[[Alert], object]
 
 
 class FlowscopeCallback(Callback):
@@ -36,7 +35,7 @@ class FlowscopeCallback(Callback):
             that the new parameters are optimized; on the module's `example_input_array`, where it has one.
         log_dir: where to write; None takes the `log_dir` of the trainer's logger, and writes nothing where it has none.
         every: as in `flowscope.watch`.
-        on_alert: as in `flowscope.watch`.
+        on_alert: as in `flowscope.watch`; `StopTraining` ends the fit like `stop_on`.
         stop_on: alert kinds ("vanishing_gradient") or severities ("error") that end the fit after the current step, one
             or several.
         **watch_options: passed on to `flowscope.watch`.
@@ -59,7 +58,7 @@ class FlowscopeCallback(Callback):
         self._log_dir = log_dir
         self._every = every
         self._on_alert = [on_alert] if callable(on_alert) else list(on_alert or ())
-        self._stop_on = frozenset([stop_on] if isinstance(stop_on, str) else stop_on or ())
+        self._stop_on = [stop_on] if isinstance(stop_on, str) else list(stop_on or ())
         self._watch_options = watch_options
         self._restored: dict[str, Any] = {}
 
@@ -72,17 +71,18 @@ class FlowscopeCallback(Callback):
         """Attach."""
 
         def stop(alert: Alert) -> None:
-            if alert.state == "raised" and self._stop_on & {alert.kind, alert.severity}:
-                trainer.should_stop = True
+            trainer.should_stop = True
 
         self._close()
+        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._watch_options}
+        options["sinks"] = [*options.get("sinks", ()), StopSink(self._stop_on, stop)]
         self.scope = flowscope.watch(
             pl_module,
             trainer.optimizers or None,
             log_dir=self._find_log_dir(trainer),
             every=self._every,
-            on_alert=[*self._on_alert, stop],
-            **{"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._watch_options},
+            on_alert=translated(self._on_alert, stop),
+            **options,
         )
         if self._restored:
             self.scope.load_state_dict(self._restored)

@@ -1,0 +1,59 @@
+"""How alerts end a run in a trainer: `stop_on`, and `StopTraining` raised by an `on_alert` callable.
+
+A trainer has a way to stop after the current step, with its checkpoints and reports; an exception out of its
+`optimizer.step()` has none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flowscope.errors import StopTraining
+from flowscope.records import Alert, Event
+
+AlertAction = Callable[[Alert], object]
+
+
+class StopSink:
+    """Calls `stop(alert)` for each raised alert of the chosen kinds or severities.
+
+    A sink and not a callback: where the user gives no callback, alerts still go to the console.
+    """
+
+    def __init__(self, stop_on: str | Iterable[str] | None, stop: Callable[[Alert], object]) -> None:
+        self._stop_on = frozenset([stop_on] if isinstance(stop_on, str) else stop_on or ())
+        self._stop = stop
+
+    def write(self, event: Event) -> None:
+        """Stop, if this alert was asked for."""
+        if isinstance(event, Alert) and event.state == "raised" and self._stop_on & {event.kind, event.severity}:
+            self._stop(event)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class _Translated:
+    """An `on_alert` callable whose `StopTraining` becomes a call of `stop`; all else about it stays."""
+
+    def __init__(self, action: AlertAction, stop: Callable[[Alert], object]) -> None:
+        self._action, self._stop = action, stop
+
+    def __call__(self, alert: Alert) -> None:
+        try:
+            self._action(alert)
+        except StopTraining:
+            self._stop(alert)
+
+    def __getattr__(self, name: str) -> Any:
+        # flowscope.actions also have bind, write and close
+        return getattr(self._action, name)
+
+
+def translated(
+    on_alert: AlertAction | Iterable[AlertAction] | None, stop: Callable[[Alert], object]
+) -> list[AlertAction]:
+    """The callables, their `StopTraining` translated into `stop(alert)`."""
+    given = [on_alert] if callable(on_alert) else list(on_alert or ())
+    return [_Translated(action, stop) for action in given]

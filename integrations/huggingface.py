@@ -1,0 +1,161 @@
+"""One callback for the Trainer of transformers.
+
+trainer = transformers.Trainer(model, args, callbacks=[FlowscopeCallback(log_dir="runs/a", stop_on="error")], ...)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flowscope
+from flowscope.errors import FlowscopeError
+from flowscope.model_loss import ModelLoss
+from flowscope.records import Alert
+from flowscope.stopping import AlertAction, StopSink, translated
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise FlowscopeError(
+        "flowscope.integrations.huggingface needs transformers, which is not installed: "
+        'pip install "flowscope[huggingface]".'
+    ) from error
+
+
+class FlowscopeCallback(TrainerCallback, ExportableState):
+    """Watches the model that `Trainer.train` trains; pass it as `Trainer(callbacks=[...])`.
+
+    The loss is the model's own (`output.loss`), so one that is NaN is seen although `logging_nan_inf_filter` keeps it
+    out of the Trainer's logs. Where it returns none (label smoothing, `compute_loss_func`), it is the logged one.
+
+    Its state goes into the checkpoints and comes back by itself with `resume_from_checkpoint`. (With
+    `restore_callback_states_from_checkpoint=True` the Trainer makes the callback anew from what JSON can hold: then
+    `on_alert`, `sinks` and an `every` that is a function are lost.)
+
+    Args:
+        mode: wrap the residual merges with `flowscope.wrap(model, mode=mode)` when the Trainer is made: before its
+            optimizer, so that the new parameters are optimized.
+        log_dir: where to write; None writes nothing.
+        every: as in `flowscope.watch`.
+        on_alert: as in `flowscope.watch`; `StopTraining` ends the training like `stop_on`.
+        stop_on: alert kinds ("vanishing_gradient") or severities ("error") that set `control.should_training_stop`.
+        **watch_options: passed on to `flowscope.watch`.
+
+    Attributes:
+        scope: the `flowscope.Scope` of the current training, or of the last one; None before.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        log_dir: str | Path | None = None,
+        every: int | Callable[[int], bool] = 10,
+        on_alert: AlertAction | Iterable[AlertAction] | None = None,
+        stop_on: str | Iterable[str] | None = None,
+        **watch_options: Any,
+    ) -> None:
+        self.scope: flowscope.Scope | None = None
+        self._mode = mode
+        self._options = {"log_dir": log_dir, "every": every, **watch_options}
+        self._on_alert = [on_alert] if callable(on_alert) else list(on_alert or ())
+        self._stop_on = [stop_on] if isinstance(stop_on, str) else list(stop_on or ())
+        self._stop_asked = False
+        self._loss: ModelLoss | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Wrap, if asked to."""
+        if self._mode is not None and not flowscope.is_wrapped(kwargs["model"]):
+            flowscope.wrap(kwargs["model"], mode=self._mode)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach: the model is prepared, the optimizer made, nothing has run."""
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if self._mode is not None and not flowscope.is_wrapped(model):
+            raise FlowscopeError(
+                f"FlowscopeCallback(mode={self._mode!r}): got a model that is not wrapped, and its optimizer exists "
+                "already. Pass the callback as Trainer(callbacks=[...]), not to add_callback; with model_init, call "
+                "flowscope.wrap in it."
+            )
+        self.close()
+        self._stop_asked = False
+        inner = getattr(optimizer, "optimizer", optimizer)
+        options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
+        options["sinks"] = [*options.get("sinks", ()), StopSink(self._stop_on, self._ask_stop)]
+        self.scope = flowscope.watch(
+            model,
+            inner if isinstance(inner, torch.optim.Optimizer) else None,
+            on_alert=translated(self._on_alert, self._ask_stop),
+            **options,
+        )
+        self._loss = ModelLoss(model)
+        # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours
+        callbacks: Any = state.stateful_callbacks
+        saved = callbacks.setdefault(type(self).__name__, self.state())
+        saved = saved[0] if isinstance(saved, list) else saved
+        if state.global_step > 0 and (restored := saved["attributes"].get("restored")):
+            self.scope.load_state_dict(restored)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hand over the loss; the optimizer's step hook counts the steps."""
+        if self.scope is not None and self._loss is not None:
+            loss = self._loss.take(args.world_size if args.average_tokens_across_devices else 1)
+            # without a loss the step stays open for the one that `on_log` may bring
+            if loss is not None or not self.scope.optimizers:
+                self.scope.step(loss=loss)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Hand over the logged loss where the model returns none."""
+        logged = kwargs.get("logs", {}).get("loss")
+        if logged is not None and self.scope is not None and self._loss is not None and not self._loss.seen:
+            self.scope.step(loss=float(logged))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop, if an alert asked for it."""
+        control.should_training_stop |= self._stop_asked
+        return control
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detach and finish the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Detach and finish the files; the Trainer has no event for a training that ends by an exception."""
+        if self.scope is not None:
+            self.scope.close()
+        if self._loss is not None:
+            self._loss.close()
+        self._loss = None
+
+    def state(self) -> dict[str, Any]:
+        """The scope's state (step count, baselines, standing alerts), for the Trainer's checkpoints."""
+        arguments = {"mode": self._mode, "stop_on": self._stop_on, **self._options}
+        live = self.scope is not None and self._loss is not None
+        return {
+            "args": {name: value for name, value in arguments.items() if _is_json(value)},
+            "attributes": {"restored": self.scope.state_dict() if self.scope is not None and live else None},
+        }
+
+    def _ask_stop(self, alert: Alert) -> None:
+        self._stop_asked = True
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
