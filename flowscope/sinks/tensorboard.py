@@ -33,6 +33,7 @@ from flowscope.records import Alert, Event, Record, RunHeader, split_key
 from flowscope.sinks import images, summaries
 from flowscope.sinks.append_file import AppendFile
 from flowscope.sinks.binning import log10
+from flowscope.sinks.reduction import spread
 
 SCALARS = ("gradient_product", "gain", "act_rms", "cosine", "token_cosine", "update_ratio")
 LOG_CHARTS = ("gradient_product",)
@@ -209,8 +210,8 @@ class TensorBoardSink:
 
 def _spread(tag: str, seen: NDArray[np.float64]) -> Iterator[Any]:
     """The least, the middle and the largest value over depth."""
-    for name, number in (("min", seen.min()), ("median", np.median(seen)), ("max", seen.max())):
-        yield summaries.scalar(f"{tag}/{name}", float(number))
+    for name, number in spread(seen).items():
+        yield summaries.scalar(f"{tag}/{name}", number)
 
 
 def gradient_image(flow: str, labels: list[str], history: list[tuple[int, NDArray[np.float64]]]) -> bytes:
