@@ -304,6 +304,11 @@ class Scope:
         self._step, self._samples = step, samples
         self._begin_step()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Finish what is pending, remove every hook, close the sinks. Idempotent; records and alerts stay readable."""
         if self._closed:
