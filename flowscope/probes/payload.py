@@ -1,0 +1,110 @@
+"""What of a sampled step adds up over ranks, as parts of one fp64 vector: how each is gathered and put back.
+
+A part has a name and a length, the same on all ranks that share it. Ranks that saw nothing of it send zeros. Counts of
+units are packed: each of a double's 52 bits of whole numbers is used, so that a unit costs log2(ranks + 1) bits.
+
+Axis letters: U units, N numbers of one part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.statistics import wide
+
+Array = NDArray[np.float64]
+BITS = 52
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """This rank's share in the sum over ranks.
+
+    Attributes:
+        ranks: how many ranks add up.
+        device: where the vector lives.
+        states: whether this rank's hidden states count (of ranks that hold the same ones, only the first's do).
+        divisor: how often a rank's gradients are too large, because the gradients of all are averaged.
+        owned: which parameters count: those of which this rank holds a part that no rank before it holds.
+    """
+
+    ranks: int
+    device: torch.device
+    states: bool
+    divisor: float
+    owned: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the vector.
+
+    Attributes:
+        name: what it is; the same on all ranks.
+        size: N.
+        gather: gives [N] fp64 on the vector's device; only called where this rank has something to add.
+        scatter: takes the sum [N] over the ranks, on the host.
+        fixed: whether the structure of the model alone decides on name and size.
+    """
+
+    name: str
+    size: int
+    gather: Callable[[], Tensor]
+    scatter: Callable[[Array], None]
+    fixed: bool = True
+
+
+def flat(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of tensors of one shape from several devices as one row on `device`."""
+    total = tensors[0].reshape(-1).to(device, wide(device), non_blocking=True)
+    for tensor in tensors[1:]:
+        total = total + tensor.reshape(-1).to(device, wide(device), non_blocking=True)
+    return total
+
+
+def from_host(values: Array, device: torch.device) -> Tensor:
+    """Return numbers of the host as one row on `device`, without waiting for it."""
+    row = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).reshape(-1)).to(wide(device))
+    return row if device.type == "cpu" else row.pin_memory().to(device, non_blocking=True)
+
+
+def digits(ranks: int) -> int:
+    """How many counts up to `ranks` one double holds exactly."""
+    return max(1, int(BITS / math.log2(ranks + 1)))
+
+
+def packed_size(count: int, ranks: int) -> int:
+    """How many doubles `count` packed counts take."""
+    return -(-count // digits(ranks))
+
+
+def pack(flags: Tensor, ranks: int) -> Tensor:
+    """Return flags [U] of 0 and 1 as digits to the base ranks + 1; sums over `ranks` ranks carry nothing over."""
+    width = digits(ranks)
+    powers = (ranks + 1.0) ** torch.arange(width, dtype=flags.dtype, device=flags.device)
+    padded = flags.new_zeros(packed_size(flags.numel(), ranks) * width)
+    padded[: flags.numel()] = flags
+    return padded.view(-1, width) @ powers
+
+
+def unpack(packed: Array, count: int, ranks: int) -> Array:
+    """Return the counts [U] from the sum of what `pack` gave."""
+    whole = np.rint(packed).astype(np.int64)[:, None]
+    powers = (ranks + 1) ** np.arange(digits(ranks), dtype=np.int64)
+    counts: Array = (whole // powers % (ranks + 1)).reshape(-1)[:count].astype(np.float64)
+    return counts
+
+
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor (no collective), any other tensor as it is."""
+    if type(x) is Tensor or not hasattr(x, "to_local"):
+        return x
+    part: Tensor = x.to_local()
+    return part
