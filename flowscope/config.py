@@ -47,6 +47,18 @@ class WatchConfig(BaseModel):
     token_cosine: float = Field(0.999, gt=0, le=1, description="mean cosine between tokens (heuristic: Post-LN 1.000)")
     collapsed_rank: float = Field(1.3, gt=1, description="rank of collapsed points (heuristic; 1 = one vector)")
     representation_cosine: float = Field(0.9999, gt=0, le=1, description="adjacent cosine (heuristic; baseline-aware)")
+    small_update: float = Field(1e-6, gt=0, description="least |dw|/|w| of all weights (heuristic; smdebug 1e-8)")
+    unchanged_share: float = Field(0.9, gt=0, lt=1, description="16-bit entries a step leaves as they are (heuristic)")
+    large_update: float = Field(1.0, gt=0, description="largest |dw|/|w| of a parameter (heuristic; smdebug 10)")
+    clip_ratio: float = Field(0.01, gt=0, description="least share of the gradient that clipping leaves (heuristic)")
+    clipped_update: float = Field(1e-4, gt=0, description="and least |dw|/|w| beside it (TheDeepChecker: 1e-4)")
+    carried_gradient: float = Field(0.1, gt=0, description="gradient left over from earlier steps (heuristic)")
+    loss_spike: float = Field(2.0, gt=1, description="rise over the window's largest above its median (heuristic)")
+    gradient_spike: float = Field(4.0, gt=1, description="total gradient norm over its recent median (heuristic)")
+    plateau_drop: float = Field(0.05, gt=0, lt=0.3, description="loss below chance that is progress (TheDeepChecker)")
+    norm_gap: float = Field(1.0, gt=0, description="running against batch statistics in batch std (heuristic)")
+    gap_steps: int = Field(100, ge=1, description="steps before running statistics are judged (heuristic)")
+    rank_gap: float = Field(1e-6, gt=0, description="relative gap of a norm between ranks (heuristic; DDP: 0)")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -148,8 +148,3 @@ def test_a_parameter_without_gradient_may_be_in_no_optimizer():
     unused = parameters([1, 1, 1, 1, 0], [0.1, NAN, 0.1, 0.1, NAN], [1, 0, 1, 1, 0])
     alerts = play(record(s, **unused) for s in range(5))
     assert {alert.severity for alert in alerts} == {"info"}
-
-
-def test_an_optimizer_of_another_model_is_named_as_such():
-    (alert,) = play(record(s, **parameters([1] * 5, [0.1] * 5, [0] * 5)) for s in range(5))
-    assert "none of this model's parameters" in alert.message

@@ -121,6 +121,38 @@ def each_flow(record: Record, header: RunHeader) -> Iterator[FlowView]:
         yield FlowView(layout, record, index == 0)
 
 
+def flow_holding(path: str, header: RunHeader) -> str | None:
+    """The flow that a module or parameter belongs to: the longest name it lies under, else the flow of the whole model.
+
+    A stage of a convnet answers with the flow over all stages, which is where gradients are judged.
+    """
+    flows = [layout for layout in header.flows if layout.kind not in ("time", "gates")]
+    whole = next((layout.name for layout in flows if layout.kind == "network" or layout.name == "network"), None)
+    holding = [layout for layout in flows if path == layout.name or path.startswith(f"{layout.name}.")]
+    if not holding:
+        return whole or (flows[0].name if len(flows) == 1 else None)
+    nearest = max(holding, key=lambda layout: len(layout.name))
+    return whole if whole and nearest.kind == "stage" else nearest.name
+
+
+class FlowGroups:
+    """Which rows of a metric that is labelled by module or parameter belong to which flow; computed once a layout."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[str, ...], RunHeader] | None = None
+        self._groups: dict[str | None, NDArray[np.intp]] = {}
+
+    def of(self, labels: tuple[str, ...], header: RunHeader) -> dict[str | None, NDArray[np.intp]]:
+        """Flow name (None: in no flow) -> rows in order."""
+        if self._known is None or self._known[0] != labels or self._known[1] is not header:
+            rows: dict[str | None, list[int]] = {}
+            for row, label in enumerate(labels):
+                rows.setdefault(flow_holding(label.partition(":")[0], header), []).append(row)
+            self._groups = {flow: np.array(found, dtype=np.intp) for flow, found in rows.items()}
+            self._known = (labels, header)
+        return self._groups
+
+
 def _label(names: Sequence[str], index: int) -> str:
     return names[index] if 0 <= index < len(names) else f"row {index}"
 

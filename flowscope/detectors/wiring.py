@@ -168,9 +168,10 @@ class NoGradient(Detector):
 
 
 class ParametersNotOptimized(Detector):
-    """Trainable parameters that get a gradient and are in no known optimizer."""
+    """Some of the trainable parameters that get a gradient are in no known optimizer (all: `stale_parameters`)."""
 
     kind = "parameters_not_optimized"
+    yields_to = frozenset({"stale_parameters"})
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the first and the count."""
@@ -184,17 +185,13 @@ class ParametersNotOptimized(Detector):
         if not left_out.any():
             return
         name, count = parameter_name(record, header, int(np.argmax(left_out))), int(left_out.sum())
-        everything = count == int(candidates.sum())
         yield Finding(
             self.kind,
             module_of(name),
             "warning",
             float(count),
             0.0,
-            f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}"
-            + (": the optimizer holds none of this model's parameters" if everything else ""),
-            "build the optimizer from the parameters of the model that is trained (after wrap, copies and moves)"
-            if everything
-            else "optimizer.add_param_group({'params': ...}), flowscope.wrap(..., optimizer=optimizer), or build the "
+            f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}",
+            "optimizer.add_param_group({'params': ...}), flowscope.wrap(..., optimizer=optimizer), or build the "
             "optimizer after wrap; with several optimizers give them all: watch(model, [first, second])",
         )

@@ -1,0 +1,220 @@
+"""`loss_spike` and `loss_plateau`: what the losses of all steps say, unsampled ones too (`step_losses`)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flowscope.config import WatchConfig
+from flowscope.detectors.detector import Array, Detector, Finding
+from flowscope.detectors.rates import RateCourse, updates_of
+from flowscope.records import Record, RunHeader
+
+WINDOW = 100
+"""How many losses, of those that were no spike, make the level a spike is measured against."""
+ENOUGH = 20
+"""How many it needs before it says anything."""
+SIGMA = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+NOISE = 6.0
+"""Standard deviations beyond the level that are no noise."""
+RESTART = 2.0
+"""A learning rate above the window's least by this factor, within its earlier peak, was raised by its schedule."""
+PLATEAU_WINDOW = 200
+"""How many of the last losses tell a plateau from slow progress."""
+CHANCE_ABOVE = 0.5
+"""Further above the level of guessing, a loss is no cross-entropy at chance but something else (or diverges)."""
+FALLING = 2.0
+"""The second half is lower than the first by this many standard errors of their difference: the loss falls."""
+
+
+def losses_of(record: Record) -> Array:
+    """The finite losses since the last record, oldest first; the record's own where no others were kept."""
+    losses = record.metrics.get("step_losses")
+    if losses is None or losses.size == 0:
+        losses = np.array([] if record.loss is None else [record.loss])
+    return losses[np.isfinite(losses)]
+
+
+class LossSpike(Detector):
+    """Two of three losses in a row stand far above everything of the hundred before them."""
+
+    kind = "loss_spike"
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._last: deque[float] = deque(maxlen=2)
+        self._rates: deque[float] = deque(maxlen=WINDOW // 10)
+        self._peak = 0.0
+        self._outside = 0
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the run."""
+        del header
+        losses = losses_of(record)
+        if losses.size == 0:
+            yield Finding(self.kind, level="unseen")
+            return
+        raised = self._rate_rose(record)
+        recent = np.array([*self._last, *losses])
+        # the median of three: one odd batch is no spike
+        smooth = np.median(np.lib.stride_tricks.sliding_window_view(recent, 3), axis=1) if recent.size >= 3 else recent
+        smooth = smooth[-losses.size :]
+        self._last.extend(losses.tolist())
+        if len(self._window) < ENOUGH:
+            self._window.extend(losses.tolist())
+            return
+        finding = self._judge(record, losses, smooth, restarted=raised)
+        if finding is not None:
+            yield finding
+
+    def _judge(self, record: Record, losses: Array, smooth: Array, *, restarted: bool) -> Finding | None:
+        window = np.array(self._window)
+        level = float(np.median(window))
+        spread = SIGMA * float(np.median(np.abs(window - level)))
+        rise = max(NOISE * spread, self.config.loss_spike * (float(window.max()) - level), 1e-3 * abs(level), 1e-12)
+        above = smooth - level
+        calm = above <= rise / self.config.release_factor
+        self._learn(losses, smooth, above <= rise)
+        if restarted and bool((above > rise).any()):
+            return Finding(self.kind, level="near")
+        if not bool((above > rise).any()):
+            return None if bool(calm.all()) else Finding(self.kind, level="near")
+        worst = int(np.argmax(above))
+        return Finding(
+            self.kind,
+            "",
+            "warning",
+            float(smooth[worst]),
+            level + rise,
+            f"the loss rose to {smooth[worst]:.3g} (the middle of three steps, up to {smooth.size - 1 - worst} steps "
+            f"before step {record.step}) from a level of {level:.3g}, of which the highest of {window.size} was "
+            f"{window.max():.3g} (limit {level + rise:.3g})",
+            "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from "
+            "the last checkpoint before it",
+            immediate=True,
+        )
+
+    def _learn(self, losses: Array, smooth: Array, usual: np.ndarray) -> None:
+        """Add what is no spike to the window; a level that lasts for ten windows becomes the usual one."""
+        self._outside = 0 if bool(usual[-1]) else self._outside + losses.size
+        if self._outside > 10 * WINDOW:
+            self._window.clear()
+            self._outside = 0
+            usual = np.ones(losses.size, dtype=bool)
+        kept = losses[usual[-losses.size :]]
+        # a single odd batch may enter: it is part of what is usual here
+        self._window.extend(kept.tolist())
+
+    def _rate_rose(self, record: Record) -> bool:
+        """Whether the schedule restarted: the rate rose again, within what it was before."""
+        rates = record.metrics.get("param_lr")
+        rate = float(np.nanmax(rates)) if rates is not None and np.isfinite(rates).any() else math.nan
+        if math.isnan(rate):
+            return False
+        restarted = bool(self._rates) and rate > RESTART * min(self._rates) and rate <= 1.01 * self._peak
+        self._rates.append(rate)
+        self._peak = max(self._peak, rate)
+        return restarted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window of usual losses, the last two, and the learning rate's recent course."""
+        return {
+            "window": list(self._window),
+            "last": list(self._last),
+            "rates": list(self._rates),
+            "peak": self._peak,
+            "outside": self._outside,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._window.clear()
+        self._window.extend(state["window"])
+        self._last.clear()
+        self._last.extend(state["last"])
+        self._rates.clear()
+        self._rates.extend(state["rates"])
+        self._peak, self._outside = state["peak"], state["outside"]
+
+
+class LossPlateau(Detector):
+    """The loss stays at what guessing gives, cross-entropy over as many classes as the model has outputs.
+
+    What converged is below that level, what still learns falls; a loss without such a level (regression) is not judged.
+    """
+
+    kind = "loss_plateau"
+    yields_to = frozenset(
+        {
+            "stale_parameters",
+            "parameters_not_optimized",
+            "no_gradient",
+            "gradient_accumulates",
+            "vanishing_gradient",
+            "exploding_gradient",
+            "update_too_small",
+            "update_too_large",
+            "over_clipped",
+            "dead_units",
+            "saturation",
+            "symmetry",
+            "representation_collapse",
+            "token_collapse",
+            "rank_collapse",
+            "constant_output",
+        }
+    )
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._window: deque[float] = deque(maxlen=PLATEAU_WINDOW)
+        self._course = RateCourse()
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the run."""
+        del header
+        losses, width = losses_of(record), record.metrics.get("output_width")
+        self._window.extend(losses.tolist())
+        updates = updates_of(record)
+        working = updates is None or self._course.working(updates)
+        if losses.size == 0 or width is None or not np.isfinite(width).all() or len(self._window) < PLATEAU_WINDOW:
+            yield Finding(self.kind, level="unseen")
+            return
+        chance, tolerance = math.log(max(2.0, float(width[0]))), self.config.plateau_drop
+        window = np.array(self._window)
+        early, late = np.array_split(window, 2)
+        level, noise = float(window.mean()), float(window.std()) / math.sqrt(window.size)
+        if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
+            return
+        falling = early.mean() - late.mean() > 2 * FALLING * noise
+        if level < (1 - tolerance) * chance or falling or not working:
+            yield Finding(self.kind, level="near")
+            return
+        yield Finding(
+            self.kind,
+            "",
+            "warning",
+            level,
+            (1 - tolerance) * chance,
+            f"the mean loss of the last {window.size} steps is {level:.3g} and does not fall: guessing among "
+            f"{width[0]:.0f} outputs gives {chance:.3g} (limit {(1 - tolerance) * chance:.3g}), while gradients and "
+            "updates look healthy",
+            "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
+            "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last losses and the learning rates' course."""
+        return {"window": list(self._window), "course": self._course.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._window.clear()
+        self._window.extend(state["window"])
+        self._course.load_state_dict(state["course"])

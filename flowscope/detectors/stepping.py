@@ -1,0 +1,107 @@
+"""`stale_parameters` and `gradient_accumulates`: an optimizer that steps other tensors, a zero_grad that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from flowscope.detectors.detector import Detector, Finding, module_of, parameter_name
+from flowscope.records import Record, RunHeader
+
+UNMOVED_RECORDS = 3
+"""Weights that did not move though nothing says why: one record may be a step that was left out."""
+ROUNDING = 1e-6
+"""An expected change below this share of the weights may be lost to rounding: that is no stale optimizer."""
+
+
+class StaleParameters(Detector):
+    """The optimizer holds none of the parameters that get gradients, or its steps change none of them."""
+
+    kind = "stale_parameters"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the model."""
+        norms, held = record.metrics.get("param_grad_norm"), record.metrics.get("param_optimized")
+        trainable = record.metrics.get("param_trainable")
+        if norms is None or held is None or trainable is None or not norms.shape == held.shape == trainable.shape:
+            yield Finding(self.kind, level="unseen")
+            return
+        learning = (trainable == 1) & (norms > 0)
+        if not learning.any():
+            yield Finding(self.kind, level="unseen")
+            return
+        name, count = parameter_name(record, header, int(np.argmax(learning))), int(learning.sum())
+        if bool((held[learning] == 0).all()):
+            yield Finding(
+                self.kind,
+                module_of(name),
+                "error",
+                float(count),
+                0.0,
+                f"the optimizer holds none of the {count} parameters of this model that get a gradient (the first is "
+                f"{name}): it steps other tensors, those of a copy or of before a move",
+                "build the optimizer from model.parameters() of the model that is trained, after copies, moves and "
+                "wrapping",
+                immediate=True,
+            )
+            return
+        if self._unmoved(record, learning & (held != 0)):
+            yield Finding(
+                self.kind,
+                module_of(name),
+                "error",
+                float(count),
+                0.0,
+                f"{count} parameters got a gradient and the step changed not one entry of them (the first is {name}): "
+                "what is stepped is not what the model computes with",
+                "build the optimizer from model.parameters() of the model that is trained, after copies, moves and "
+                "wrapping",
+                records=UNMOVED_RECORDS,
+            )
+
+    @staticmethod
+    def _unmoved(record: Record, learning: np.ndarray) -> bool:
+        """Whether every learning parameter is exactly what it was, though its rate and gradient would move it."""
+        same, norm = record.metrics.get("param_unchanged"), record.metrics.get("param_norm")
+        ratio = record.metrics.get("update_ratio")
+        if norm is None or ratio is None or ratio.shape != learning.shape:
+            return False
+        rate = record.metrics.get("param_lr", np.full(learning.shape, np.nan))
+        learning = learning & (rate != 0)
+        still = ratio == 0 if same is None or same.shape != learning.shape else same == 1
+        if not learning.any() or not bool(still[learning].all()):
+            return False
+        with np.errstate(all="ignore"):
+            expected = rate * record.metrics["param_grad_norm"] / norm
+        return bool((np.isnan(rate) | (expected > ROUNDING) | (norm == 0))[learning].any())
+
+
+class GradientAccumulates(Detector):
+    """Gradients of the steps before are still in `.grad` when a step's first gradient arrives: no zero_grad."""
+
+    kind = "gradient_accumulates"
+    yields_to = frozenset({"stale_parameters"})
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the model."""
+        del header
+        carried = record.metrics.get("grad_carried")
+        if carried is None or carried.size != 1 or not np.isfinite(carried[0]):
+            yield Finding(self.kind, level="unseen")
+            return
+        value, limit = float(carried[0]), self.config.carried_gradient
+        if value <= limit:
+            if value > limit / self.config.release_factor:
+                yield Finding(self.kind, level="near")
+            return
+        yield Finding(
+            self.kind,
+            "",
+            "warning",
+            value,
+            limit,
+            f"when this step's first gradient arrived, .grad held gradients of earlier steps, of {value:.2g} times the "
+            f"norm of what the optimizer then used (limit {limit:.2g}): they were not set to zero",
+            "call optimizer.zero_grad() once a step, before backward (with accumulation: before the first micro-batch)",
+        )

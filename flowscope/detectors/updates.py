@@ -1,0 +1,218 @@
+"""`update_too_small`, `update_too_large` and `over_clipped`: what a step changes, against the weights it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flowscope.config import WatchConfig
+from flowscope.detectors.detector import Array, Detector, Finding, pack, parameter_name, unpack
+from flowscope.detectors.rates import RateCourse, Updates, updates_of
+from flowscope.records import Record, RunHeader
+
+SLOW_RECORDS = 10
+"""Too small for this many records in a row: single records may be small by their batch or by the schedule."""
+USUAL_ABOVE_OVERALL = 100.0
+"""The median tensor moves more than all weights together: biases are small. More than by this factor is no rule."""
+LARGE_RECORDS = 3
+"""A parameter that grows out of almost zero doubles once or twice: the third record in a row is no start."""
+LOW_PRECISION = 1e-5
+"""A larger machine epsilon than this: fp16 (9.8e-4) and bf16 (7.8e-3)."""
+ENORMOUS = 10.0
+"""Beyond this there is nothing to wait for (SageMaker Debugger's WeightUpdateRatio)."""
+
+
+class UpdateTooSmall(Detector):
+    """The steps leave the weights as good as unchanged from the start, or the weights' precision swallows them."""
+
+    kind = "update_too_small"
+    yields_to = frozenset({"stale_parameters", "over_clipped", "vanishing_gradient", "dead_units", "no_gradient"})
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._course = RateCourse()
+        self._best = 0.0
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for small updates, one for updates lost to rounding."""
+        updates = updates_of(record)
+        if updates is None:
+            yield Finding(self.kind, level="unseen")
+            yield Finding(self.kind, cause="precision", level="unseen")
+            return
+        working = self._course.working(updates)
+        # both say so: a huge embedding of which a batch uses few rows hides the rest, zero-initialised biases move much
+        overall = max(updates.overall, updates.usual / USUAL_ABOVE_OVERALL)
+        for finding in (
+            self._slow(record, header, updates, overall, working=working),
+            self._rounded(record, header, updates, working=working),
+        ):
+            if finding is not None:
+                yield finding
+        self._best = max(self._best, overall)
+
+    def _slow(
+        self, record: Record, header: RunHeader, updates: Updates, overall: float, *, working: bool
+    ) -> Finding | None:
+        limit, release = self.config.small_update, self.config.release_factor
+        best = max(self._best, overall)
+        if best >= limit * release:
+            return None  # the run has moved: small updates later are its schedule, or the end of what it can learn
+        if best >= limit or not working:
+            return Finding(self.kind, level="near")
+        least = int(np.argmin(np.where(updates.trained, updates.ratio, np.inf)))
+        name, rate = parameter_name(record, header, least), updates.rate[least]
+        at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
+        return Finding(
+            self.kind,
+            name,
+            "warning",
+            overall,
+            limit,
+            f"a step changes the weights by {overall:.2g} of their norm{at_rate} (limit {limit:.2g}), and never did "
+            f"more; the least is {name} with {updates.ratio[least]:.2g}: nothing is learned",
+            "raise the learning rate (about 1e-3 of the weights' norm a step is usual)",
+            records=SLOW_RECORDS,
+        )
+
+    def _rounded(self, record: Record, header: RunHeader, updates: Updates, *, working: bool) -> Finding | None:
+        """Weights kept in 16 bits whose entries mostly stay exactly what they were, updates being below their grid."""
+        same, grid = record.metrics.get("param_unchanged"), record.metrics.get("param_epsilon")
+        if same is None or grid is None or same.shape != updates.ratio.shape or grid.shape != same.shape:
+            return Finding(self.kind, cause="precision", level="unseen")
+        coarse = updates.trained & (grid > LOW_PRECISION) & (updates.ratio < grid)
+        norms = record.metrics.get("param_is_norm")
+        if norms is not None and norms.shape == coarse.shape:
+            coarse &= norms != 1  # weights that are all 1 stay so for long in healthy runs too
+        share, limit = float(np.median(same[coarse])) if coarse.any() else 0.0, self.config.unchanged_share
+        if 2 * int(coarse.sum()) < int(updates.trained.sum()) or 1 - share > (1 - limit) * self.config.release_factor:
+            return None
+        if share < limit or not working:
+            return Finding(self.kind, cause="precision", level="near")
+        most = int(np.argmax(np.where(coarse, same, -1.0)))
+        name = parameter_name(record, header, most)
+        return Finding(
+            self.kind,
+            name,
+            "warning",
+            share,
+            limit,
+            f"the step leaves {100 * share:.0f} % of the entries of half the weights exactly as they were (limit "
+            f"{100 * limit:.0f} %), most in {name}: updates of {updates.ratio[most]:.2g} of the weights are below half "
+            f"the spacing of their numbers (epsilon {grid[most]:.2g})",
+            "keep the weights in float32 and compute in torch.autocast(dtype=torch.bfloat16)",
+            cause="precision",
+            records=SLOW_RECORDS,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The largest update so far and the learning rates' course."""
+        return {"best": self._best, "course": self._course.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._best = state["best"]
+        self._course.load_state_dict(state["course"])
+
+
+class UpdateTooLarge(Detector):
+    """A step changes a parameter by more than the largest norm it ever had."""
+
+    kind = "update_too_large"
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._largest: Array | None = None
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding that names the worst parameter."""
+        updates = updates_of(record)
+        if updates is None:
+            yield Finding(self.kind, level="unseen")
+            return
+        started = self._largest is not None and self._largest.shape == updates.norm.shape
+        norm = np.where(np.isfinite(updates.norm), updates.norm, np.nan)
+        # a scalar that crosses zero, or grows out of it, is no fault: the measure is the largest norm it had
+        largest = np.fmax(self._largest, norm) if self._largest is not None and started else norm
+        self._largest = largest
+        with np.errstate(all="ignore"):
+            relative = np.where(updates.trained, updates.ratio * updates.norm / largest, 0.0)
+        worst, limit = int(np.argmax(relative)), self.config.large_update
+        value = float(relative[worst])
+        if value <= limit:
+            if value > limit / self.config.release_factor:
+                yield Finding(self.kind, level="near")
+            return
+        certain = updates.overall > ENORMOUS or (started and value > ENORMOUS)
+        name, rate = parameter_name(record, header, worst), updates.rate[worst]
+        at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
+        yield Finding(
+            self.kind,
+            name,
+            "error" if certain else "warning",
+            value,
+            limit,
+            f"the step changes {name} by {value:.3g} times the largest norm it had (limit {limit:.3g}){at_rate}; all "
+            f"weights together change by {updates.overall:.2g} of theirs",
+            "lower the learning rate (by 10 as a first try), or warm it up",
+            immediate=certain,
+            records=LARGE_RECORDS,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The largest norm so far by parameter."""
+        return {"largest": None if self._largest is None else pack(self._largest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._largest = None if state["largest"] is None else unpack(state["largest"])
+
+
+class OverClipped(Detector):
+    """Clipping takes almost all of every gradient, and the updates that are left are small."""
+
+    kind = "over_clipped"
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._course = RateCourse()
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the model."""
+        del header
+        clipped, updates = record.metrics.get("clip_ratio"), updates_of(record)
+        if clipped is None or clipped.size != 1 or not np.isfinite(clipped[0]) or updates is None:
+            yield Finding(self.kind, level="unseen")
+            return
+        working, overall, ratio = self._course.working(updates), updates.overall, float(clipped[0])
+        limit, small, release = self.config.clip_ratio, self.config.clipped_update, self.config.release_factor
+        if ratio >= limit * release or overall >= small * release:
+            return
+        if ratio >= limit or overall >= small or not working:
+            yield Finding(self.kind, level="near")
+            return
+        yield Finding(
+            self.kind,
+            "",
+            "warning",
+            ratio,
+            limit,
+            f"clipping leaves {ratio:.2g} of the gradient (limit {limit:.2g}) at each of the last {SLOW_RECORDS} "
+            f"records, and a step changes the weights by {overall:.2g} of their norm (limit {small:.2g})",
+            f"raise max_norm (the gradient's norm is {_total(record) / ratio:.2g} before clipping)",
+            records=SLOW_RECORDS,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learning rates' course."""
+        return {"course": self._course.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._course.load_state_dict(state["course"])
+
+
+def _total(record: Record) -> float:
+    return float(np.sqrt(np.nansum(np.square(record.metrics["param_grad_norm"]))))
