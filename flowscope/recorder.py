@@ -27,7 +27,18 @@ from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
 from flowscope.sinks import Sink
 
 GRADIENT_METRICS = frozenset(
-    {"grad_norm", "grad_rms", "gain", "gradient_product", "nonfinite_grad", "param_grad_norm", "update_ratio"}
+    {
+        "grad_norm",
+        "grad_rms",
+        "gain",
+        "gradient_product",
+        "nonfinite_grad",
+        "param_grad_norm",
+        "param_grad_norm_raw",
+        "clip_ratio",
+        "update_ratio",
+        "param_unchanged",
+    }
 )
 """What a step that the GradScaler skipped does not say: its gradients were thrown away."""
 

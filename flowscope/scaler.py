@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from flowscope.errors import FlowscopeError
+
+FRAMES = 16
+
+
+def scale_of(scaler: Any) -> Any:
+    """The scale of a GradScaler, without waiting for a device."""
+    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
+    return scale.detach().clone() if scale is not None else float(scaler.get_scale())
+
+
+def scale_of_caller() -> Any:
+    """The scale of the GradScaler that is making the optimizer step, None where none is.
+
+    A scaler that `watch` was not given leaves no other trace, and its unscaling would look like clipping.
+    """
+    frame = inspect.currentframe()
+    for _ in range(FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return scale_of(scaler)
+        frame = frame.f_back
+    return None
 
 
 class ScalerWatch:
@@ -21,11 +47,14 @@ class ScalerWatch:
         self._update = scaler.update
         scaler.update = self._watched_update
 
+    def scale(self) -> Any:
+        """The loss scale used in this step's backward (a tensor copied on the device, or a number)."""
+        return scale_of(self._scaler)
+
     def take_scale(self) -> Any:
-        """The loss scale used in this step's backward (a tensor copied on the device, or a number): a step was made."""
+        """The same: a step was made."""
         self._stepped = True
-        scale = getattr(self._scaler, "_scale", None)  # a disabled scaler has none
-        return scale.detach().clone() if scale is not None else float(self._scaler.get_scale())
+        return self.scale()
 
     def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
         stepped, self._stepped = self._stepped, False

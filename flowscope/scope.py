@@ -31,7 +31,7 @@ from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
 from flowscope.recorder import EndedStep, Recorder
 from flowscope.records import Alert, Record
-from flowscope.scaler import ScalerWatch
+from flowscope.scaler import ScalerWatch, scale_of_caller
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import ConsoleSink, JsonlSink, Run, Sink
 from flowscope.summary import summarize
@@ -361,6 +361,7 @@ class Scope:
             self._updating = True
             self._replays = self._observation.replay_time()
             self._observation.before_update()
+            self._observation.scaled_by(self._scaler.scale() if self._scaler is not None else scale_of_caller())
         self._read_gradients(optimizer)
 
     def _read_gradients(self, optimizer: Any) -> None:
@@ -414,6 +415,7 @@ class Scope:
     def _end_unmarked_step(self) -> None:
         if self._observing():
             self._replays = self._observation.replay_time()
+            self._observation.scaled_by(self._scaler.scale() if self._scaler is not None else None)
             self._observation.read_gradients()
             self._observation.after_update()
         self._end_step()

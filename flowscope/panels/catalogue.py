@@ -110,6 +110,8 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "branch_weight": ("Mixing", "Weight with which a branch is written to the streams.", "linear"),
     "update_ratio": ("Parameters", "How far one step moves each parameter. Rule of thumb: about 0.001.", "log"),
     "param_grad_norm": ("Parameters", "Gradient the optimizer consumes. Grey: none arrived.", "log"),
+    "param_grad_norm_raw": ("Parameters", "Gradient as backward left it, before clipping.", "log"),
+    "clip_ratio": ("Parameters", "Gradient norm after clipping over before. 1: not clipped.", "log"),
     "param_norm": ("Parameters", "Norm of each parameter.", "log"),
     "param_unchanged": (
         "Parameters",
@@ -145,6 +147,7 @@ _SHARES = {
 }
 _OF_THE_MODEL = {
     "canary",
+    "clip_ratio",
     "connection_grad_norm",
     "connection_grad_norm_generators",
     "dead_fraction",

@@ -8,6 +8,7 @@ are in-place additions to preallocated tensors only.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -108,6 +109,30 @@ class Hook:
         return contextlib.nullcontext().__exit__
 
 
+class ParameterHook:
+    """A hook on a parameter, and its handle. The parameter does not keep it alive: Python could not free the cycle."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+        self.handle: Any = None
+
+    def weak(self) -> Callable[..., None]:
+        """What is registered."""
+        reference = weakref.ref(self.hook)
+
+        def call(*args: Any) -> None:
+            if (live := reference()) is not None:
+                live(*args)
+
+        # a parameter that is handed to another process leaves the hook behind, without a warning
+        call.__torch_unserializable__ = True  # type: ignore[attr-defined]
+        return call
+
+    def remove(self) -> None:
+        """Take it off."""
+        self.handle.remove()
+
+
 class Hooks:
     """All hooks of one scope, removed together; `close` is idempotent."""
 
@@ -139,6 +164,24 @@ class Hooks:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         return self._handles[-1]
 
+    def after_accumulation(
+        self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
+    ) -> Any:
+        """Call `observe(parameter)` after each backward pass that added to `parameter.grad`; likewise."""
+        hook = ParameterHook(Hook(part, observe, self.faults, switch))
+        hook.handle = parameter.register_post_accumulate_grad_hook(hook.weak())  # type: ignore[no-untyped-call]
+        self._handles.append(hook)
+        return hook
+
+    def after_backward(self, part: str, observe: Callable[[], None]) -> None:
+        """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
+        engine = torch.autograd.Variable._execution_engine
+
+        def ended() -> None:
+            engine.queue_callback(lambda: self.faults.guard(part, observe))
+
+        engine.queue_callback(ended)
+
     def keep(self, handle: Any) -> None:
         """Take over another removable handle (an optimizer's hook)."""
         self._handles.append(handle)
@@ -159,6 +202,11 @@ class Hooks:
             if (older := self._leaves.pop(key, None)) is not None:
                 older.remove()
             self._leaves[key] = handle
+
+    def remove(self, handle: Any) -> None:
+        """Remove one hook before the others."""
+        handle.remove()
+        self._handles = [kept for kept in self._handles if kept is not handle]
 
     def release_leaves(self) -> None:
         """Remove the hooks on leaf tensors."""

@@ -22,6 +22,7 @@ from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.parameters import ParameterObserver
+from flowscope.probes.raw_gradients import RawGradients
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
@@ -52,8 +53,9 @@ class Observation:
         self.forwards = 0
         self.flows: list[FlowObserver] = []
         self.times: list[TimeObserver] = []
-        self.parameters = ParameterObserver(model, config) if "parameters" in config.metrics else None
-        self.units = UnitObserver(model, config, self.switch, hooks) if "parameters" in config.metrics else None
+        of_parameters = "parameters" in config.metrics
+        self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
+        self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
         self._first = True
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
@@ -191,6 +193,8 @@ class Observation:
         self._forwards_at_begin = self.forwards
         self.switch.sampling, self.switch.slow = sampling, slow and sampling
         self.switch.stale = False
+        if sampling and self.parameters is not None:
+            self.faults.guard(RawGradients.PART, self.parameters.raw.follow)
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
@@ -212,6 +216,11 @@ class Observation:
             self.faults.guard("units", self.units.take)
         if self.parameters is not None:
             self.parameters.drop()
+
+    def scaled_by(self, scale: Tensor | float | None) -> None:
+        """The loss scale of this step's backward, None where there is no scaler."""
+        if self.parameters is not None:
+            self.parameters.raw.scale = scale
 
     def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""

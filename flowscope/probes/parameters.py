@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_norm
+from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.norms import Number, norms
+from flowscope.probes.raw_gradients import RawGradients, entries
 from flowscope.probes.weight_samples import WeightSamples
 
 SAMPLE_BUDGET = 1 << 22
-ROWS = 5
+ROWS = 7
 """What is read of each parameter: see `ParameterObserver.take`."""
 Array = NDArray[np.float64]
 
@@ -30,7 +32,7 @@ Array = NDArray[np.float64]
 class ParameterObserver:
     """All floating-point parameters of a model, tied ones once, under their first name."""
 
-    def __init__(self, model: nn.Module, config: WatchConfig) -> None:
+    def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
         self._model = model
         names: list[str] = []
         self._places: list[tuple[nn.Module, str]] = []
@@ -53,12 +55,17 @@ class ParameterObserver:
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
+        self.raw = RawGradients(self._followed, switch, hooks)
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
         if self._now is not None:
             return self._now
         return [module._parameters.get(key) for module, key in self._places]
+
+    def _followed(self) -> list[Tensor | None]:
+        self._follow_replaced_modules()
+        return self.current()
 
     def trainable(self) -> NDArray[np.float64]:
         """1 where a parameter asks for a gradient, 0 where it is frozen."""
@@ -103,8 +110,8 @@ class ParameterObserver:
             if parameter is None or parameter.grad is None or i in self.gradients:
                 continue
             if only is None or id(parameter) in only:
-                gradient = parameter.grad
-                found[i] = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self.raw.compare(i, parameter.grad)
+                found[i] = entries(parameter.grad)
         values = norms(list(found.values()))
         if scale is not None:
             factor = scale.item() if scale.device.type == "cpu" else scale
@@ -117,16 +124,18 @@ class ParameterObserver:
         self.updates = self._samples.changes(self._live())
 
     def take(self) -> tuple[Array, NDArray[np.bool_], list[tuple[Tensor, list[tuple[int, int]]]]]:
-        """Return this step's numbers as the rows [5, n], which of them were read, and those still on devices.
+        """Return this step's numbers as the rows [7, n], which of them were read, and those still on devices.
 
         Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step, 4
-        share of the sampled entries that the step left exactly as they were.
+        share of the sampled entries that the step left exactly as they were, 5 gradient norm at the end of backward
+        (times the loss scale), 6 whether the gradient is since then the same version of the same tensor.
         What is on a device comes as vectors, each with the (row, parameter) its entries belong to.
         """
         values = np.full((ROWS, len(self.names)), np.nan)
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
         rows: list[tuple[int, Mapping[int, Number]]] = [(0, self.norms), (1, self.gradients)]
         rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(3)]
+        rows += [(5, self.raw.norms), (6, self.raw.untouched)]
         read = np.zeros(values.shape, dtype=bool)
         for row, found in rows:
             read[row, list(found)] = True
@@ -137,6 +146,7 @@ class ParameterObserver:
                     columns.setdefault((value.device, value.dtype), []).append((row, i, value))
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
+        self.raw.drop()
         vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
             for items in columns.values()
@@ -147,6 +157,7 @@ class ParameterObserver:
         """Forget what was read for a step that did not happen."""
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
+        self.raw.drop()
         self._samples.drop()
 
     def optimized(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:

@@ -38,6 +38,7 @@ class Snapshot:
         self._observation = observation
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.buffer.take())
+        self._scale = self._take_scale()
         self._parameters = self._take_parameters()
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
@@ -72,6 +73,11 @@ class Snapshot:
         self._wiring = (self._wiring[0], parameters.optimized(optimizers), parameters.learning_rates(optimizers))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
+
+    def _take_scale(self) -> slice | float:
+        parameters = self._observation.parameters
+        scale = None if parameters is None else parameters.raw.scale
+        return self._keep([scale.reshape(1)]) if isinstance(scale, Tensor) else 1.0 if scale is None else scale
 
     def _take_parameters(self) -> tuple[Array, NDArray[np.bool_], list[tuple[slice, list[tuple[int, int]]]]] | None:
         observation = self._observation
@@ -196,8 +202,12 @@ class Snapshot:
             for row in (2, 4):
                 values[row, self._not_measured] = np.nan
                 sampled[row, self._not_measured] = False
-            for name, array in summaries.parameter_metrics(values, sampled).items():
-                out.add(name, array, names)
+            scale = host[self._scale][0][0] if isinstance(self._scale, slice) else self._scale
+            values[5] /= scale
+            metrics = summaries.parameter_metrics(values, sampled)
+            observation.parameters.raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
+            for name, array in metrics.items():
+                out.add(name, array, names if len(array) == len(names) else ("",))
             for name, array in zip(WIRING, self._wiring, strict=True):
                 out.add(name, array, names)
             out.add("param_is_norm", observation.parameters.is_norm, names)

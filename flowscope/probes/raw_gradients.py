@@ -1,0 +1,113 @@
+"""Gradients as backward left them, before clipping (or anything else) changes them.
+
+They are read once, when a backward pass has ended: after DDP has averaged them, with accumulation after each
+micro-batch, so that the last reading counts. What triggers the reading is a hook on a few parameters. One pass over the
+gradients is only made where something was seen to change them lately; else it is enough that their version counters
+stand where backward left them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.layout import is_compiling
+from flowscope.probes.norms import Number, norms
+
+SMALL = 1 << 16
+"""Parameters up to this size are small: reading one costs nothing that would show."""
+FIRST_READS = 2
+"""So many first samples are read whether or not something changes the gradients."""
+READS_AFTER_CHANGE = 10
+SAME = 1e-6
+"""Relative difference of two norms of the same values: summed in another order at most."""
+
+
+class RawGradients:
+    """The norms of the gradients at the end of backward, by the parameter's number.
+
+    Args:
+        current: the parameters as they are now.
+        switch: read while it is sampling.
+        hooks: where the triggers are registered.
+    """
+
+    PART = "raw gradients"
+
+    def __init__(self, current: Callable[[], Sequence[Tensor | None]], switch: Switch, hooks: Hooks) -> None:
+        self._current, self._switch, self._hooks = current, switch, hooks
+        self._triggers: list[tuple[int, Tensor, Any]] = []
+        self._task = -1
+        self._reads = FIRST_READS
+        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.norms: dict[int, Number] = {}
+        self.untouched: dict[int, float] = {}
+        self.scale: Tensor | float | None = None
+        """What the loss was multiplied by in this step's backward, None where nothing is known of a scaler."""
+
+    def follow(self) -> None:
+        """Put the triggers on the parameters as they are now (they may have been replaced, frozen or unfrozen)."""
+        now = self._current()
+        if self._triggers and all(p is now[i] and p.requires_grad for i, p, _ in self._triggers):
+            return
+        for *_, handle in self._triggers:
+            self._hooks.remove(handle)
+        trainable = [(i, p) for i, p in enumerate(now) if p is not None and p.requires_grad]
+        # the first parameter is most often the last to get its gradient
+        chosen = dict([*trainable[:1], *spread(trainable)])
+        accumulated = self._hooks.after_accumulation
+        self._triggers = [(i, p, accumulated(p, self.PART, self._arrived, self._switch)) for i, p in chosen.items()]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        del parameter
+        task = torch._C._current_graph_task_id()
+        if self._switch.paused or is_compiling() or task in (-1, self._task):
+            return
+        self._task = task
+        self._hooks.after_backward(self.PART, self._read)
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        if self._switch.paused or not self._switch.sampling:
+            return
+        found = {i: p.grad for i, p in enumerate(self._current()) if p is not None and p.grad is not None}
+        self._left = {i: (weakref.ref(gradient), gradient._version) for i, gradient in found.items()}
+        self.norms = {}
+        if self._reads > 0 or self._switch.slow:
+            plain = {i: entries(g) for i, g in found.items() if not hasattr(g, "to_local")}  # no collective here
+            self.norms = dict(zip(plain, norms(list(plain.values())), strict=True))
+
+    def compare(self, number: int, gradient: Tensor) -> None:
+        """Note whether a gradient, as the optimizer is about to use it, is still what backward left."""
+        left = self._left.get(number)
+        if left is not None:
+            self.untouched[number] = float(left[0]() is gradient and left[1] == gradient._version)
+
+    def judge(self, raw: NDArray[np.float64], used: NDArray[np.float64]) -> None:
+        """Read on while the gradients at the end of backward are not those used, else soon no more."""
+        seen = used[np.isfinite(used)]
+        with np.errstate(all="ignore"):
+            changed = bool((~(np.abs(raw[np.isfinite(used)] - seen) <= SAME * seen)).any())
+        self._reads = READS_AFTER_CHANGE if changed else max(0, self._reads - 1)
+
+    def drop(self) -> None:
+        """Forget what was read."""
+        self._left, self.norms, self.untouched, self.scale = {}, {}, {}, None
+
+
+def spread(parameters: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """The first, the middle and the last of the small parameters, with their numbers."""
+    small = [(i, p) for i, p in parameters if 0 < p.numel() <= SMALL]
+    return [small[i] for i in sorted({0, len(small) // 2, len(small) - 1})] if small else []
+
+
+def entries(gradient: Tensor) -> Tensor:
+    """The entries of a gradient, those that are stored of a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
