@@ -18,6 +18,7 @@ from flowscope.stopping import AlertAction, StopSink, translated
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
 except ImportError as error:
     raise FlowscopeError(
         'flowscope.integrations.lightning needs Lightning, which is not installed: pip install "flowscope[lightning]".'
@@ -32,8 +33,10 @@ class FlowscopeCallback(Callback):
 
     Args:
         mode: wrap the residual merges with `flowscope.wrap(module, mode=mode)` before `configure_optimizers` runs, so
-            that the new parameters are optimized; on the module's `example_input_array`, where it has one.
-        log_dir: where to write; None takes the `log_dir` of the trainer's logger, and writes nothing where it has none.
+            that the new parameters are optimized; on the module's `example_input_array`, where it has one. A module
+            that makes its layers in `configure_model` calls `flowscope.wrap` there itself, before it shards them.
+        log_dir: where to write; None takes the `log_dir` of the trainer's logger (of several: the TensorBoard logger),
+            and writes nothing where it has none.
         every: as in `flowscope.watch`.
         on_alert: as in `flowscope.watch`; `StopTraining` ends the fit like `stop_on`.
         stop_on: alert kinds ("vanishing_gradient") or severities ("error") that end the fit after the current step, one
@@ -117,8 +120,10 @@ class FlowscopeCallback(Callback):
     def _find_log_dir(self, trainer: Trainer) -> str | Path | None:
         if self._log_dir is not None:
             return self._log_dir
+        loggers = sorted(trainer.loggers, key=lambda logger: not isinstance(logger, TensorBoardLogger))
+        folders = [folder for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
         # each rank's logger may name its own version: the first rank's counts
-        found: str | Path | None = trainer.strategy.broadcast(getattr(trainer.logger, "log_dir", None))
+        found: str | Path | None = trainer.strategy.broadcast(folders[0] if folders else None)
         return found
 
     def _close(self) -> None:

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -141,6 +142,117 @@ def test_stop_on_ends_the_fit_and_the_alert_still_reaches_the_user() -> None:
     assert trainer.global_step < 9
 
 
+def test_an_action_that_stops_training_ends_the_fit_without_an_exception() -> None:
+    watcher, model = FlowscopeCallback(every=1, on_alert=flowscope.actions.Stop("non_finite")), make_model()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    trainer = make_trainer(watcher)
+    trainer.fit(model, data(batches=9))
+    assert trainer.should_stop
+    assert trainer.global_step < 9
+
+
+def test_without_a_callback_alerts_go_to_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    make_trainer(FlowscopeCallback(every=1, stop_on="non_finite")).fit(model, data())
+    captured = capsys.readouterr()
+    assert "non_finite" in captured.out + captured.err
+
+
+def gradients(state: dict[str, Tensor], batch: list[Tensor]) -> tuple[list[float], dict[str, float]]:
+    """Norms of dL/dx_l and dL/dp by torch.autograd, on a model of its own."""
+    model = make_model()
+    model.load_state_dict(state)
+    points = [model.embed(batch[0])]
+    for block in model.blocks:
+        points.append(block(points[-1]))
+    loss = nn.functional.mse_loss(model.head(points[-1]), batch[1])
+    of_points = [g.norm().item() for g in torch.autograd.grad(loss, points, retain_graph=True)]
+    loss.backward()
+    return of_points, {name: p.grad.norm().item() for name, p in model.named_parameters()}
+
+
+class Keeping(Lit):
+    """Keeps what each step begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.states.append({name: value.clone() for name, value in self.state_dict().items()})
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["32", "16-mixed", "bf16-mixed"])
+def test_gradients_are_the_true_ones_before_and_after_clipping(precision: str) -> None:
+    clip, tolerance = 0.01, 1e-4 if precision == "32" else 2e-2
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        options = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
+    torch.manual_seed(0)
+    watcher, model = FlowscopeCallback(every=1), Keeping()
+    make_trainer(watcher, gradient_clip_val=clip, **options).fit(model, data())
+    assert watcher.scope is not None
+    records = watcher.scope.records
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    for record, state, batch in zip(records, model.states, data(), strict=True):
+        points, parameters = gradients(state, batch)
+        np.testing.assert_allclose(record["grad_norm"], points, rtol=tolerance)
+        whole = sum(norm**2 for norm in parameters.values()) ** 0.5
+        assert whole > 10 * clip
+        raw = dict(zip(record.labels("param_grad_norm_raw"), record["param_grad_norm_raw"], strict=True))
+        used = dict(zip(record.labels("param_grad_norm"), record["param_grad_norm"], strict=True))
+        for name, norm in parameters.items():
+            assert raw[name] == pytest.approx(norm, rel=tolerance), name
+            assert used[name] == pytest.approx(norm * clip / whole, rel=tolerance), name
+
+
+def test_a_step_that_the_scaler_skips_is_a_record_that_says_so() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)  # overflows fp16 on the first backward
+    watcher = FlowscopeCallback(every=1)
+    trainer = make_trainer(watcher, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], max_epochs=6)
+    trainer.fit(make_model(), data())
+    assert watcher.scope is not None
+    flags = ["skipped" in r.flags for r in watcher.scope.records]
+    assert flags[0]
+    assert not flags[-1]
+    assert "non_finite" not in [a.kind for a in watcher.scope.alerts]
+
+
+def test_a_compiled_module_gives_the_same_numbers() -> None:
+    eager, compiled = FlowscopeCallback(every=1), FlowscopeCallback(every=1)
+    make_trainer(eager).fit(make_model(), data())
+    torch._dynamo.utils.counters.clear()
+    make_trainer(compiled).fit(torch.compile(Forwarding(make_model()), backend="aot_eager"), data())
+    assert eager.scope is not None
+    assert compiled.scope is not None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for a, b in zip(eager.scope.records, compiled.scope.records, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
+
+
+class Forwarding(pl.LightningModule):
+    """Its training_step reads no number, so that it compiles as a whole."""
+
+    def __init__(self, model: Lit) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 def test_an_alert_that_was_not_asked_for_stops_nothing() -> None:
     watcher, model = FlowscopeCallback(every=1, stop_on="gate_saturation"), make_model()
     with torch.no_grad():
@@ -156,6 +268,15 @@ def test_log_dir_is_the_loggers(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     make_trainer(FlowscopeCallback(), logger=logger, log_every_n_steps=1).fit(make_model(), data())
     assert (Path(logger.log_dir) / "flowscope.jsonl").exists()
+
+
+def test_of_several_loggers_the_tensorboard_folder_is_used(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path / "board")
+    loggers = [CSVLogger(tmp_path / "csv"), board]
+    make_trainer(FlowscopeCallback(), logger=loggers, log_every_n_steps=1).fit(make_model(), data())
+    assert (Path(board.log_dir) / "flowscope.jsonl").exists()
+    assert len(list(Path(board.log_dir).glob("events.out.tfevents.*"))) == 2  # Lightning's and flowscope's
+    assert not list((tmp_path / "csv").rglob("flowscope.jsonl"))
 
 
 def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
