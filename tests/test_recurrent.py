@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.probes.recurrent import replay_gradients
 
@@ -276,3 +278,31 @@ def test_bad_calls_say_what_to_do():
     rnn.mode = "CUSTOM"
     with pytest.raises(FlowscopeError, match=r"expected nn\.RNN, nn\.GRU or nn\.LSTM"):
         replay_gradients(rnn, x, None, x, None)
+
+
+def test_padding_behind_every_sequence_does_not_hide_the_product() -> None:
+    """Steps behind the longest sequence get a gradient of exactly zero; the last one that gets any is the reference."""
+    torch.manual_seed(0)
+    cell, head = nn.RNNCell(3, 5), nn.Linear(5, 4)
+    model = nn.ModuleDict({"cell": cell, "head": head})
+    x, length, steps = torch.randn(6, 9, 3), 7, 9
+
+    def loss_of(keep: list[torch.Tensor]) -> torch.Tensor:
+        h = torch.zeros(6, 5)
+        for t in range(steps):
+            h = cell(x[:, t], h)
+            keep.append(h)
+        mask = (torch.arange(steps) < length).float()
+        return (head(torch.stack(keep, 1)).square().mean(-1) * mask).mean()
+
+    states: list[torch.Tensor] = []
+    truth = [g.norm().item() for g in torch.autograd.grad(loss_of(states), states[:length])]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        loss_of([]).backward()
+        optimizer.step()
+    record = scope.records[0]
+    product = record["gradient_product"][-steps:]
+    assert product[:length] == pytest.approx([norm / truth[-1] for norm in truth], rel=1e-5)
+    assert np.isnan(product[length:]).all()
+    assert record["grad_norm"][-2:].tolist() == [0.0, 0.0]

@@ -17,7 +17,8 @@ def flow_metrics(rows: Array) -> dict[str, Array]:
     """Metrics of the family "flow" from the rows [P, columns] of one flow.
 
     grad_norm [P] = |dL/dx_l|; grad_rms [P] = grad_norm / sqrt(elements); gain [L] = grad_norm[l-1] / grad_norm[l];
-    gradient_product [P] = grad_norm[l] / grad_norm[last point that got a gradient]; act_rms [P];
+    gradient_product [P] = grad_norm[l] / grad_norm[last point with a gradient that is not zero], NaN behind that;
+    act_rms [P];
     nonfinite, nonfinite_grad [P] counts of non-finite entries of x_l and dL/dx_l; backward_calls [P].
     Norms run over all sequences, micro-batches and calls of the step.
     """
@@ -26,13 +27,15 @@ def flow_metrics(rows: Array) -> dict[str, Array]:
         backwards = rows[:, s.BACKWARDS]
         grad_square = np.where(backwards > 0, rows[:, s.GRAD_SQUARE], np.nan)
         grad_norm = np.sqrt(grad_square)
-        seen = np.flatnonzero(backwards > 0)
-        last = grad_norm[seen[-1]] if len(seen) else np.nan
+        # behind the last point with a gradient (padding in time, an early exit) there is nothing to be a share of
+        given = np.flatnonzero(grad_norm > 0)
+        end = given[-1] if len(given) else len(grad_norm) - 1
+        product = np.where(np.arange(len(grad_norm)) <= end, grad_norm / grad_norm[end], np.nan)
         return {
             "grad_norm": grad_norm,
             "grad_rms": np.sqrt(grad_square / elements),
             "gain": grad_norm[:-1] / grad_norm[1:],
-            "gradient_product": grad_norm / last,
+            "gradient_product": product,
             "act_rms": np.sqrt(rows[:, s.SQUARE] / elements),
             "nonfinite": np.where(rows[:, s.ELEMENTS] > 0, rows[:, s.NONFINITE], np.nan),
             "nonfinite_grad": np.where(backwards > 0, rows[:, s.GRAD_NONFINITE], np.nan),
