@@ -4,11 +4,12 @@
     flowscope report RUN -o report.html             one HTML file, opens from disk
     flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
     flowscope diagnose RUN                          judge its records again, with other limits if asked
+    flowscope run train.py [ARGS...]                run an unmodified training script and watch its models
     flowscope live RUN                              follow a run in this terminal while it trains in another
 
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
 cannot be read or a file not written, 2 a wrong call. `diagnose`: 0 no alert of level error stands at the end, 1 one
-does, 2 the run cannot be read or a limit is wrong.
+does, 2 the run cannot be read or a limit is wrong. `run`: the script's own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status; a wrong call leaves by SystemExit(2), as argparse does.
     """
     arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int | None] = arguments.command
+    if command is _run:
+        return _run(arguments)  # its streams, signals and status are the script's
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show the bars of a profile gets question marks, not a traceback
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        status: int = arguments.command(arguments) or 0
+        status = command(arguments) or 0
         sys.stdout.flush()
     except FlowscopeError as error:
         print(f"flowscope: {error}", file=sys.stderr)
-        return 2 if arguments.command is _diagnose else 1
+        return 2 if command is _diagnose else 1
     except BrokenPipeError:
         # the reader (head, a pager) has seen enough; nothing may be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,6 +100,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     diagnose.add_argument("--json", action="store_true", help="the alerts as JSON, one a line, instead of text")
     diagnose.set_defaults(command=_diagnose)
+
+    run = commands.add_parser("run", help="run a training script as it is, and watch its models")
+    run.add_argument("--log-dir", help="where to write (default: runs/SCRIPT-DATE-TIME)")
+    run.add_argument("--every", type=int, default=10, metavar="N", help="sample each n-th step (default: %(default)s)")
+    run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a field of WatchConfig")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
+    run.set_defaults(command=_run)
 
     live = commands.add_parser("live", help="follow a run in this terminal while it trains in another; Ctrl-C ends")
     live.add_argument("run", metavar="RUN", help=run_help)
@@ -156,6 +168,25 @@ def _limits(recorded: Mapping[str, Any], changes: Sequence[str]) -> WatchConfig:
             )
         config[name] = value
     return make_config(config)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The script's own streams, arguments, exceptions and exit status; a wrong call of ours is 2."""
+    import time
+
+    from flowscope.launch import run_script
+
+    try:
+        if not arguments.script:
+            raise FlowscopeError("flowscope run: no script was given; expected flowscope run train.py [ARGS...].")
+        options = {"every": arguments.every, "config": _limits({"console": "off"}, arguments.set)}
+        name = f"{Path(arguments.script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        log_dir = Path(arguments.log_dir) if arguments.log_dir else Path("runs") / name
+        run_script(arguments.script, log_dir.absolute(), module=arguments.module, options=options)
+    except FlowscopeError as error:
+        print(f"flowscope: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _live(arguments: argparse.Namespace) -> None:

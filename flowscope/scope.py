@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor, nn
 
 from flowscope.arguments import (
@@ -25,6 +26,7 @@ from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan, display_path
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
+from flowscope.losses import LateLoss
 from flowscope.merging.wrapping import connections
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
@@ -91,6 +93,7 @@ class Scope:
     Attributes:
         flows: the flows being watched (`FlowPlan`, printable).
         config: the `WatchConfig` in force.
+        automatic: attached by `flowscope run`; gives way to a `watch` of the script's own.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Scope:
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
         self._recorder = Recorder(self.config, self._faults, callbacks)
+        self.automatic = False
         self._closed = False
         self._step = 0
         self._samples = 0
@@ -214,7 +218,7 @@ class Scope:
                 "flowscope.watch again."
             )
 
-    def _claim(self, value: Tensor | float, *, ended: bool) -> None:
+    def _claim(self, value: LateLoss | float, *, ended: bool) -> None:
         """A loss belongs to the step that ended since the previous call, else to the one under way."""
         if not ended:
             self._losses.append(value)
@@ -223,6 +227,8 @@ class Scope:
         elif (record := self._just_recorded()) is not None and record.loss is None:
             # the record was read before its loss came
             record.loss = float(value)
+            earlier = record.metrics.get("step_losses", np.full(1, np.nan))
+            record.metrics["step_losses"] = np.append(earlier[:-1], record.loss)
 
     def _just_recorded(self) -> Record | None:
         records = self._recorder.records
@@ -249,6 +255,21 @@ class Scope:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
         self._faults.guard("records", self._finish_pending, True)
         return list(self._recorder.alerts)
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes in training the model has begun."""
+        return 0 if self._closed else self._observation.forwards
+
+    def give_loss(self, loss: Tensor) -> None:
+        """A loss of the step under way, for launchers that see the backward itself; never ends a step."""
+        if not self._closed:
+            self._losses.append(loss_value(loss))
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Take over a GradScaler that was made after attaching; as `watch(scaler=...)`."""
+        if not self._closed and self._scaler is None:
+            self._scaler = ScalerWatch(scaler, self._step_skipped)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -483,6 +504,9 @@ class Scope:
 def _check_watched(model: nn.Module) -> None:
     scope = _WATCHED.get(model)
     if scope is not None and (live := scope()) is not None and not live._closed:
+        if live.automatic:
+            live.close()
+            return
         raise FlowscopeError(
             f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the "
             "first scope, or use it."

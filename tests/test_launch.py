@@ -1,0 +1,206 @@
+"""`flowscope run`: the script behaves as it does alone, and what it trains is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import accelerate.test_utils
+import numpy as np
+import pytest
+
+from flowscope.sinks import read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SCRIPT = """
+import os, sys
+assert "torch" not in sys.modules, "a script may set the environment before torch is imported"
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+def main():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(13):
+        x = torch.randn(8, 6)
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item().hex())
+    import pickle
+    print(type(pickle.loads(pickle.dumps(net))).__name__, __name__, __file__, sys.argv, sys.path[0])
+    if "fail" in sys.argv:
+        raise ValueError("asked for")
+    return 3
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def python(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=240,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "project" / "train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_the_script_is_what_it_is_alone(script: Path, tmp_path: Path) -> None:
+    alone = python("project/train.py", "--lr", "-m", cwd=tmp_path)
+    run = ("-m", "flowscope", "run", "--log-dir", "logs", "--every", "5")
+    watched = python(*run, "project/train.py", "--lr", "-m", cwd=tmp_path)
+    assert (watched.stdout, watched.returncode) == (alone.stdout, 3)
+    assert alone.stderr == ""
+    assert "blocks (blocks, 5 points)" in watched.stderr
+    recorded = read_run(tmp_path / "logs")
+    assert [record.step for record in recorded.records] == [*range(11)]
+    losses = [float.fromhex(line.split()[1]) for line in alone.stdout.splitlines()[:11]]
+    assert [record.loss for record in recorded.records] == pytest.approx(losses, rel=1e-6)
+    # the input of the first block is data and gets no gradient
+    assert np.isfinite(recorded.records[3]["gradient_product"]).tolist() == [False, True, True, True, True]
+
+
+def test_as_a_module_and_when_it_fails(script: Path, tmp_path: Path) -> None:
+    alone = python("-m", "train", "fail", cwd=script.parent)
+    watched = python("-m", "flowscope", "run", "--log-dir", "logs", "-m", "train", "fail", cwd=script.parent)
+    assert watched.returncode == alone.returncode == 1
+    assert watched.stdout == alone.stdout
+    trace = [line for line in alone.stderr.splitlines() if "train.py" in line or "asked for" in line]
+    assert [line for line in watched.stderr.splitlines() if "train.py" in line or "asked for" in line] == trace
+    assert "launch.py" not in watched.stderr
+    assert "the run is in" in watched.stderr
+
+
+TWO = """
+import torch, flowscope
+from torch import nn
+torch.manual_seed(0)
+a, b = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
+ema = torch.optim.swa_utils.AveragedModel(a)
+first, second = torch.optim.SGD(a.parameters(), 0.1), torch.optim.Adam(b.parameters())
+mine = flowscope.watch(b, second, config={"console": "off"})
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(3):
+    loss = a(torch.randn(7, 4)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(first)
+    scaler.update()
+    first.zero_grad()
+    print(loss.item())
+    b(torch.randn(5, 3)).sum().backward()
+    second.step()
+    second.zero_grad()
+print(len(mine.records))
+"""
+
+
+def test_several_models_a_scaler_and_a_watch_of_the_scripts_own(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    result = python("-m", "flowscope", "run", "--log-dir", "logs", "two.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    *losses, mine = result.stdout.splitlines()
+    assert mine == "3"  # the script's own watch took the model over
+    recorded = read_run(tmp_path / "logs")
+    assert [record.loss for record in recorded.records] == pytest.approx([float(loss) for loss in losses], rel=1e-5)
+    # the scaler was made after the optimizer: gradients are the true ones all the same
+    assert recorded.records[1]["grad_norm"].max() < 10
+    assert not recorded.superseded
+
+
+def test_nothing_to_watch_is_said(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("print('done')")
+    result = python("-m", "flowscope", "run", "none.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "done\n")
+    assert "nothing was watched" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("missing.py",), "missing.py"), (("-m", "no.such"), "no.such"), ((), "no script"), (("--set", "x=1", "a"), "x")],
+)
+def test_wrong_calls(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = python("-m", "flowscope", "run", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(
+        SCRIPT.replace("range(13)", "range(10**9)").replace(
+            "    sys.exit(main())",
+            "    try:\n        main()\n    except KeyboardInterrupt:\n        print('saved')\n        sys.exit(7)",
+        )
+    )
+    command = [sys.executable, "-u", "-m", "flowscope", "run", "--log-dir", "logs", "long.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it trains
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 7
+    assert out.splitlines()[-1] == b"saved"
+    assert b"the run is in" in err
+
+
+def test_under_torchrun_the_first_rank_writes(tmp_path: Path) -> None:
+    lines = SCRIPT.splitlines()
+    at = lines.index("def main():")
+    lines.insert(at + 1, "    torch.distributed.init_process_group('gloo')")
+    body = "\n".join(lines).replace("net = Net()", "net = nn.parallel.DistributedDataParallel(Net())")
+    body = body.replace("return 3", "torch.distributed.destroy_process_group(); return 0")
+    (tmp_path / "ddp.py").write_text(body)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = python(*launcher, "-m", "flowscope", "run", "--log-dir", "logs", "ddp.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("the run is in") == 1
+    recorded = read_run(tmp_path / "logs")
+    assert [record.step for record in recorded.records] == [*range(11)]
+    assert recorded.header is not None
+    assert recorded.header.flows[0].name == "blocks"  # without the wrapper's prefix
+
+
+def test_a_script_nobody_here_wrote(tmp_path: Path) -> None:
+    """Accelerate's own test of itself trains a dozen small models, in several precisions, and checks the results."""
+    path = Path(accelerate.test_utils.__file__).parent / "scripts" / "test_script.py"
+    result = python("-m", "flowscope", "run", "--log-dir", "logs", path, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = sorted((tmp_path / "logs").rglob("flowscope.jsonl"))
+    assert len(found) > 3
+    assert all(json.loads(line)["type"] for line in found[0].read_text().splitlines())
+    assert "switched off" not in result.stderr
