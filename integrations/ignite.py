@@ -1,0 +1,66 @@
+"""`flowscope.watch` for the engine of Ignite.
+
+trainer = ignite.engine.create_supervised_trainer(model, optimizer, loss_fn)
+with flowscope.integrations.ignite.attach(trainer, model, optimizer, stop_on="error") as scope:
+    trainer.run(loader, max_epochs=5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+import flowscope
+from flowscope.errors import FlowscopeError
+from flowscope.records import Alert
+from flowscope.stopping import AlertAction, StopSink, translated
+
+try:
+    from ignite.engine import Engine, Events
+except ImportError as error:
+    raise FlowscopeError(
+        'flowscope.integrations.ignite needs Ignite, which is not installed: pip install "flowscope[ignite]".'
+    ) from error
+
+
+def attach(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    output_transform: Callable[[Any], Any] = lambda output: output,
+    on_alert: AlertAction | Iterable[AlertAction] | None = None,
+    stop_on: str | Iterable[str] | None = None,
+    **watch_options: Any,
+) -> flowscope.Scope:
+    """Watch the model that an engine trains, from its next iteration until the scope is closed.
+
+    The scope closes itself when the run completes. Use it as a context manager, so that it is closed after an exception
+    too: a handler of ours for exceptions would keep Ignite from raising them. A `Checkpoint(to_save={"scope": scope})`
+    saves its state.
+
+    Args:
+        engine: the trainer.
+        model: the model it trains.
+        optimizer: as in `flowscope.watch`.
+        output_transform: from `engine.state.output` to the loss; what `create_supervised_trainer` returns is one.
+        on_alert: as in `flowscope.watch`; `StopTraining` ends the run like `stop_on`.
+        stop_on: alert kinds ("vanishing_gradient") or severities ("error") that call `engine.terminate()`.
+        **watch_options: passed on to `flowscope.watch`; `scaler` is the engine's own where it made one.
+    """
+
+    def stop(alert: Alert) -> None:
+        engine.terminate()
+
+    def completed(_: Engine) -> None:
+        if not scope.closed:
+            scope.step(loss=output_transform(engine.state.output))
+
+    options = {"scaler": getattr(engine.state, "scaler", None), **watch_options}
+    options["sinks"] = [*options.get("sinks", ()), StopSink(stop_on, stop)]
+    scope = flowscope.watch(model, optimizer, on_alert=translated(on_alert, stop), **options)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, completed)
+    engine.add_event_handler(Events.COMPLETED, scope.close)
+    return scope
