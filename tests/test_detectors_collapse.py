@@ -95,12 +95,12 @@ def test_samples_that_fall_into_one_vector_are_told_across_records_without_ranks
     # self-supervised training without stop-gradient: 32 features of 64 samples
     series = [(30, 25, 22, 20), (30, 25, 15, 8), (30, 24, 4, 1.05), (30, 24, 3, 1.01), (30, 24, 3, 1.0)]
     (alert,) = play(ranks(*series), CHAIN)
-    assert (alert.kind, alert.step, alert.since, alert.where) == ("representation_collapse", 6, 4, "network.2")
+    assert (alert.kind, alert.step, alert.since, alert.where) == ("rank_collapse", 6, 4, "network.2")
 
 
 def test_softmax_between_layers_is_told_from_the_start():
     (alert,) = play(ranks(*[(20, 3, 1.01, 1.0)] * 4), CHAIN)
-    assert (alert.kind, alert.where) == ("representation_collapse", "network.1")
+    assert (alert.kind, alert.where) == ("rank_collapse", "network.1")
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.collapse import RepresentationCollapse, TokenCollapse
+from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
+from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import Detector, Finding, Ledger
 from flowscope.detectors.finiteness import NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
 from flowscope.detectors.losses import LossPlateau, LossSpike
 from flowscope.detectors.norms import TrainEvalGap
 from flowscope.detectors.ranks import RankDesync
+from flowscope.detectors.routing import ExpertCollapse
+from flowscope.detectors.solvers import SolverCost, SolverUnconverged
 from flowscope.detectors.spikes import GradientSpike
 from flowscope.detectors.stepping import GradientAccumulates, StaleParameters
+from flowscope.detectors.units import DeadUnits, Saturation, Symmetry
 from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSmall
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
@@ -33,10 +37,21 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradientAccumulates,
     OverClipped,
     UpdateTooLarge,
+    Symmetry,
+    TokenCollapse,
+    DeadUnits,
+    Saturation,
+    GateSaturation,
+    StreamCollapse,
+    MixingGain,
+    ExpertCollapse,
+    SolverUnconverged,
+    SolverCost,
     VanishingGradient,
     ExplodingGradient,
-    TokenCollapse,
     RepresentationCollapse,
+    RankCollapse,
+    ConstantOutput,
     UpdateTooSmall,
     TrainEvalGap,
     LossSpike,

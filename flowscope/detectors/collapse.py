@@ -1,4 +1,4 @@
-"""`token_collapse` and `representation_collapse`: depth that no longer tells tokens, samples or layers apart.
+"""`token_collapse`, `representation_collapse`, `rank_collapse`, `constant_output`: tokens, samples, layers all alike.
 
 Adjacent cosines near 1 are healthy in Keel and DeepNorm, so no cosine between layers has an absolute limit here.
 """
@@ -23,6 +23,26 @@ SUPPORTING_PRODUCT = 0.3
 """A gradient product below this supports a token collapse; healthy Pre-LN models stay above 1."""
 FROM_START_RECORDS = 4
 """A rank that was low from the start must stay so for this many records that have one."""
+COMPARED_CALLS = 2
+"""A part that runs so often in one forward is taken for an embedding whose results are compared with each other."""
+EMBEDDING_RECORDS = 3
+"""Embeddings come closer while their mean is learned: it counts when it lasts."""
+TWICE = 2.0
+"""A code has faded by itself only where it shrank so much more than the layer before it."""
+SCALAR = 1e-9
+"""Outputs of one unit have cosines of exactly 1."""
+
+
+def samples_alike(distance: Array, limit: float) -> int:
+    """How many points at the end hold (nearly) one vector for all samples, which were different at the first point.
+
+    Args:
+        distance: 1 - mean cosine between samples [L+1].
+        limit: below it samples are alike.
+    """
+    if not distance[0] > CLEARLY_LOWER * limit:
+        return 0
+    return _trailing(distance < limit)
 
 
 class TokenCollapse(Detector):
@@ -72,23 +92,25 @@ class TokenCollapse(Detector):
 
 
 class RepresentationCollapse(Detector):
-    """Blocks have become copies of their input, or all samples end in one vector; each against the run's own start."""
+    """Blocks have become copies, samples have become one vector, or a code has faded; against the run's own start."""
 
     kind = "representation_collapse"
-    yields_to = frozenset({"token_collapse", "vanishing_gradient"})
+    yields_to = frozenset({"token_collapse", "vanishing_gradient", "symmetry"})
+    yields_to_errors = frozenset({"dead_units"})
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._first_cosines: dict[str, list[Array]] = {}
         self._first_to_input: dict[str, float] = {}
-        self._first_rank: dict[str, Array] = {}
+        self._widest: dict[str, float] = {}
+        self._first_sizes: dict[str, list[Array]] = {}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """Two causes a flow: copies (cosines) and rank."""
-        for view in each_flow(record, header):
-            if view.layout.kind == "time":
-                continue
-            for finding in (self._copies(view), self._rank(view)):
+        """Three causes a flow: copies (cosines between layers), samples (between samples), code (an inner end)."""
+        views = [view for view in each_flow(record, header) if view.layout.kind not in ("time", "gates")]
+        for view in views:
+            inner = view.layout.kind != "network" and view is not views[-1]
+            for finding in (self._copies(view), self._samples(view), self._code(view) if inner else None):
                 if finding is not None:
                     yield finding
 
@@ -126,10 +148,108 @@ class RepresentationCollapse(Detector):
             cause="copies",
         )
 
-    def _rank(self, view: FlowView) -> Finding | None:
+    def _samples(self, view: FlowView) -> Finding | None:
+        cosine, name = view.get("sample_cosine"), view.layout.name
+        if cosine is None or cosine.size < 2 or np.isnan(cosine[-1]):
+            return Finding(self.kind, flow=name, cause="samples", level="unseen")
+        distance, last = 1 - cosine, float(1 - cosine[-1])
+        widest = self._widest[name] = max(self._widest.get(name, 0.0), last)
+        limit = 1 - self.config.sample_cosine
+        if (alike := samples_alike(distance, limit)) >= 2:
+            return self._alike(view, distance, distance.size - alike, limit, self.config.baseline_records)
+        limit, calls = 1 - self.config.embedding_cosine, view.get("forward_calls")
+        compared = calls is not None and calls[-1] >= COMPARED_CALLS
+        fell = widest > CLEARLY_LOWER * last and last > SCALAR
+        if compared and fell and last < limit and distance[0] > 2 * last:
+            return self._alike(view, distance, distance.size - 1, limit, EMBEDDING_RECORDS)
+        near = compared and fell and last < limit * self.config.release_factor
+        near = near or samples_alike(distance, (1 - self.config.sample_cosine) * self.config.release_factor) >= 2
+        return Finding(self.kind, flow=name, cause="samples", level="near") if near else None
+
+    def _alike(self, view: FlowView, distance: Array, where: int, limit: float, records: int) -> Finding:
+        return Finding(
+            self.kind,
+            view.point(where),
+            "warning",
+            float(1 - distance[-1]),
+            1 - limit,
+            f"different samples end in one vector: mean cosine between them {1 - distance[-1]:.5f} at the last point "
+            f"(limit {1 - limit:.3f}, crossed at {view.point(where)}; at its lowest "
+            f"{1 - self._widest[view.layout.name]:.3f}), {1 - distance[0]:.3f} at {view.point(0)}",
+            "in self-supervised training add the stop-gradient, the predictor or a variance term; else check the "
+            "activation (no softmax between layers) and the initialisation",
+            view.layout.name,
+            records=records,
+            cause="samples",
+        )
+
+    def _code(self, view: FlowView) -> Finding | None:
+        """The end of an inner flow (what an encoder hands on) shrinks to nothing while the layer before it does not."""
+        size, name = view.get("act_rms"), view.layout.name
+        if size is None or size.size < 2 or not bool(np.isfinite(size[-2:]).all()):
+            return Finding(self.kind, flow=name, cause="code", level="unseen")
+        first = self._first_sizes.setdefault(name, [])
+        if len(first) < 3:
+            first.append(size[-2:].copy())
+            return None
+        before, code = np.median(first, axis=0) / np.maximum(size[-2:], np.finfo(np.float64).tiny)
+        limit = self.config.faded_code
+        if code <= limit or code <= TWICE * before:
+            near = code > limit / self.config.release_factor and code > TWICE * before
+            return Finding(self.kind, flow=name, cause="code", level="near") if near else None
+        last = size.size - 1
+        return Finding(
+            self.kind,
+            view.point(last),
+            "warning",
+            float(size[-1]),
+            float(size[-1] * code / limit),
+            f"what {view.point(last)} hands on has faded to an RMS of {size[-1]:.2g}, {code:.1f} times less than at "
+            f"the start (limit {limit:.3g} times), the layer before it {before:.1f} times: it carries less and less",
+            "lower the weight of the term that shrinks it, or warm it up from 0 (the KL term of an autoencoder)",
+            name,
+            records=EMBEDDING_RECORDS,
+            cause="code",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first cosines and sizes, and the widest distance between samples, by flow."""
+        return {
+            "cosines": {name: [pack(v) for v in rows] for name, rows in self._first_cosines.items()},
+            "to_input": dict(self._first_to_input),
+            "widest": dict(self._widest),
+            "sizes": {name: [pack(v) for v in rows] for name, rows in self._first_sizes.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._first_cosines = {name: [unpack(v) for v in rows] for name, rows in state["cosines"].items()}
+        self._first_to_input = dict(state["to_input"])
+        self._widest = dict(state["widest"])
+        self._first_sizes = {name: [unpack(v) for v in rows] for name, rows in state["sizes"].items()}
+
+
+class RankCollapse(Detector):
+    """All samples (or tokens) end on one line: the effective rank of the last points has fallen to 1."""
+
+    kind = "rank_collapse"
+    yields_to = RepresentationCollapse.yields_to | {"representation_collapse"}
+    yields_to_errors = frozenset({"dead_units"})
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._first_rank: dict[str, Array] = {}
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most."""
+        for view in each_flow(record, header):
+            if view.layout.kind not in ("time", "gates") and (finding := self._judge(view)) is not None:
+                yield finding
+
+    def _judge(self, view: FlowView) -> Finding | None:
         rank, name = view.get("effective_rank"), view.layout.name
         if rank is None or rank.size < 2:
-            return Finding(self.kind, flow=name, cause="rank", level="unseen")
+            return Finding(self.kind, flow=name, level="unseen")
         first = self._first_rank.setdefault(name, rank.copy())
         if first.shape != rank.shape:
             return None
@@ -146,7 +266,7 @@ class RepresentationCollapse(Detector):
         trailing = _trailing(rank < limit)
         if trailing < needed:
             close = _trailing(rank < 1 + (limit - 1) * self.config.release_factor) >= needed
-            return Finding(self.kind, flow=name, cause="rank", level="near") if close else None
+            return Finding(self.kind, flow=name, level="near") if close else None
         where = rank.size - trailing
         return Finding(
             self.kind,
@@ -161,22 +281,47 @@ class RepresentationCollapse(Detector):
             "the stop-gradient, the predictor or a variance term",
             name,
             records=FROM_START_RECORDS if from_start else None,
-            cause="rank",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The first cosines and ranks by flow."""
-        return {
-            "cosines": {name: [pack(v) for v in rows] for name, rows in self._first_cosines.items()},
-            "to_input": dict(self._first_to_input),
-            "rank": {name: pack(v) for name, v in self._first_rank.items()},
-        }
+        """The first ranks by flow."""
+        return {"rank": {name: pack(v) for name, v in self._first_rank.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._first_cosines = {name: [unpack(v) for v in rows] for name, rows in state["cosines"].items()}
-        self._first_to_input = dict(state["to_input"])
         self._first_rank = {name: unpack(v) for name, v in state["rank"].items()}
+
+
+class ConstantOutput(Detector):
+    """The model answers the same whatever it is given."""
+
+    kind = "constant_output"
+    yields_to = RepresentationCollapse.yields_to | {"representation_collapse", "rank_collapse"}
+    yields_to_errors = frozenset({"dead_units", "no_gradient"})
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding at most, for the whole model."""
+        spread = record.metrics.get("output_spread")
+        if spread is None or np.isnan(spread[0]):
+            yield Finding(self.kind, level="unseen")
+            return
+        value, limit = float(spread[0]), self.config.constant_output
+        if value >= limit:
+            if value < limit * self.config.release_factor:
+                yield Finding(self.kind, level="near")
+            return
+        yield Finding(
+            self.kind,
+            "",
+            "warning",
+            value,
+            limit,
+            f"the model's output hardly depends on its input: {value:.2g} of its mean square is variation between "
+            f"samples (limit {limit:.2g})",
+            "check the shapes in the loss (a (B, 1) output against (B,) targets is broadcast), a clamp or mask behind "
+            "the last layer, and that inputs and targets belong together",
+            records=self.config.baseline_records,
+        )
 
 
 def _falling(view: FlowView) -> bool:

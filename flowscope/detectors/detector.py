@@ -135,22 +135,56 @@ def flow_holding(path: str, header: RunHeader) -> str | None:
     return whole if whole and nearest.kind == "stage" else nearest.name
 
 
+@dataclass(frozen=True)
+class FlowGroup:
+    """The rows of one flow in a metric that is labelled by module or parameter.
+
+    Attributes:
+        flow: its name; None for what lies in no flow.
+        rows, names: the rows in order, and their labels.
+        inner: which of them lie on the depth axis, the end of a flow apart.
+    """
+
+    flow: str | None
+    rows: NDArray[np.intp]
+    names: tuple[str, ...]
+    inner: Flags
+
+
 class FlowGroups:
-    """Which rows of a metric that is labelled by module or parameter belong to which flow; computed once a layout."""
+    """Splits the rows of such a metric by flow; computed once a layout."""
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[str, ...], RunHeader] | None = None
-        self._groups: dict[str | None, NDArray[np.intp]] = {}
+        self._labels: tuple[str, ...] | None = None
+        self._header: RunHeader | None = None
+        self._groups: list[FlowGroup] = []
 
-    def of(self, labels: tuple[str, ...], header: RunHeader) -> dict[str | None, NDArray[np.intp]]:
-        """Flow name (None: in no flow) -> rows in order."""
-        if self._known is None or self._known[0] != labels or self._known[1] is not header:
-            rows: dict[str | None, list[int]] = {}
-            for row, label in enumerate(labels):
-                rows.setdefault(flow_holding(label.partition(":")[0], header), []).append(row)
-            self._groups = {flow: np.array(found, dtype=np.intp) for flow, found in rows.items()}
-            self._known = (labels, header)
+    def of(self, labels: tuple[str, ...], header: RunHeader) -> list[FlowGroup]:
+        """The groups, in the order of their first row."""
+        if self._labels != labels or self._header is not header:
+            self._labels, self._header = labels, header
+            self._groups = _groups(labels, header)
         return self._groups
+
+
+def _groups(labels: tuple[str, ...], header: RunHeader) -> list[FlowGroup]:
+    axis = {path for layout in header.flows for path in (*layout.points, *layout.blocks)}
+    ends = {layout.points[-1] for layout in header.flows if layout.points}
+    rows: dict[str | None, list[int]] = {}
+    for row, label in enumerate(labels):
+        rows.setdefault(flow_holding(label.partition(":")[0], header), []).append(row)
+    groups = []
+    for flow, found in rows.items():
+        names = tuple(labels[row] for row in found)
+        inner = [name not in ends and any(path in axis for path in _ancestors(name)) for name in names]
+        groups.append(FlowGroup(flow, np.array(found, dtype=np.intp), names, np.array(inner, dtype=bool)))
+    return groups
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _label(names: Sequence[str], index: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.config import WatchConfig
+from flowscope.detectors.collapse import samples_alike
 from flowscope.detectors.detector import Array, Detector, Finding, FlowView, each_flow, pack, unpack
 from flowscope.records import Record, RunHeader
 
@@ -84,10 +85,11 @@ def worst_block(product: Array, crossing: int, *, vanishing: bool, gain_limit: f
 
 
 class VanishingGradient(Detector):
-    """The product below its limit, or fallen far below this model's own first steps and close to the limit."""
+    """The product below its limit, fallen far below this model's own first steps, or low where samples end alike."""
 
     kind = "vanishing_gradient"
-    yields_to = frozenset({"no_gradient"})
+    yields_to = frozenset({"no_gradient", "symmetry"})
+    yields_to_errors = frozenset({"token_collapse", "dead_units"})
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
@@ -133,6 +135,8 @@ class VanishingGradient(Detector):
         below = product < limit
         drifted = (fall > config.drift) & (product < DRIFT_CEILING * limit) & (product > 0)
         beyond = below | drifted
+        if not beyond.any() and (ordered := self._ordered(view, product)) is not None:
+            return ordered
         if not beyond.any():
             close = (product < limit * release) | (
                 (fall > config.drift / release) & (product < DRIFT_CEILING * limit * release)
@@ -163,6 +167,34 @@ class VanishingGradient(Detector):
             layout.name,
             immediate=certain and patience is None,
             records=patience,
+        )
+
+    def _ordered(self, view: FlowView, product: Array) -> Finding | None:
+        """A low product beside samples that end in one vector: neither direction carries anything (ordered phase).
+
+        Schoenholz et al. 2017 (arXiv 1611.01232): both decay exponentially with depth at one rate.
+        """
+        cosine, limit = view.get("sample_cosine"), self.config.ordered_product
+        if cosine is None or not np.isfinite(cosine[[0, -1]]).all() or not bool((product < limit).any()):
+            return None
+        alike = samples_alike(1 - cosine, 1 - self.config.sample_cosine)
+        if alike < 2:
+            return None
+        crossing = int(np.flatnonzero(product < limit)[-1])
+        where = worst_block(product, crossing, vanishing=True, gain_limit=self.config.vanishing_gain)
+        low = int(np.nanargmin(product))
+        return Finding(
+            self.kind,
+            view.block(where),
+            "error",
+            float(product[low]),
+            limit,
+            f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} (limit "
+            f"{limit:.2g} where samples end alike), and from {view.point(cosine.size - alike)} on all samples are one "
+            f"vector (mean cosine {cosine[-1]:.5f}, {cosine[0]:.3f} at {view.point(0)}): nothing passes either way",
+            advice_for(view, ADVICE),
+            view.layout.name,
+            records=self.config.baseline_records,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""`gate_saturation`, `stream_collapse` and `mixing_gain`: what goes wrong at merge sites with gates or streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flowscope.config import WatchConfig
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, each_flow
+from flowscope.records import Record, RunHeader
+
+RELEASE = 0.75
+"""A share has no factor of three to fall by: clean means below this much of the limit."""
+MOST = 0.5
+"""Fewer saturated gates than this share are how a trained network skips a block: an info."""
+CERTAIN = 100.0
+"""A gain beyond its limit by this factor is an error at once (the mHC paper's surge came at about 3,000)."""
+
+
+def site(view: FlowView, metric: str, index: int) -> str:
+    """The label of entry `index` of a metric of this flow, for an alert's place."""
+    key = metric if view.first else f"{metric}@{view.layout.name}"
+    labels = view.record.metric_labels.get(key, ())
+    return labels[index].partition("#")[0] if index < len(labels) else view.block(index)
+
+
+class GateSaturation(Detector):
+    """Gates whose logits lie where the sigmoid's derivative is under 0.7 %: most of them shut is a warning."""
+
+    kind = "gate_saturation"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most."""
+        for view in each_flow(record, header):
+            share, mean = view.get("gate_saturation"), view.get("gate_mean")
+            if share is None or mean is None or share.shape != mean.shape:
+                yield Finding(self.kind, flow=view.layout.name, level="unseen")
+            elif (finding := self._judge(view, share, mean)) is not None:
+                yield finding
+
+    def _judge(self, view: FlowView, share: Array, mean: Array) -> Finding | None:
+        limit, name = self.config.gate_saturation, view.layout.name
+        beyond = share > limit
+        if not beyond.any():
+            near = bool((share > RELEASE * limit).any())
+            return Finding(self.kind, flow=name, level="near") if near else None
+        shut = beyond & (mean < 0.5)
+        serious = self._serious(view, shut, beyond)
+        counted = shut if shut.any() else beyond
+        where, count = int(np.argmax(counted)), int(counted.sum())
+        word = "shut" if shut.any() else "open"
+        return Finding(
+            self.kind,
+            site(view, "gate_saturation", where),
+            "warning" if serious else "info",
+            float(share[where]),
+            limit,
+            f"{count} of {share.size} gates are {word} and saturated, the first with mean {mean[where]:.2g} and "
+            f"{share[where]:.0%} of its values beyond |logit| 5 (limit {limit:.0%}): they hardly learn any more",
+            "start the gates' bias nearer to 0 (-2 for carry), lower their learning rate, keep weight decay on their "
+            "weights"
+            if serious
+            else "nothing to do where the block is meant to be skipped or passed whole; a bias nearer to 0 reopens it",
+            name,
+            cause="serious" if serious else "few",
+        )
+
+    @staticmethod
+    def _serious(view: FlowView, shut: Flags, beyond: Flags) -> bool:
+        """Most gates shut; for gates of the user's own model, whose meaning is unknown, most of them saturated."""
+        counted = beyond if view.layout.kind == "gates" else shut
+        return bool(counted.sum() >= MOST * beyond.size)
+
+
+class StreamCollapse(Detector):
+    """Streams of hyper-connections that have become one: equal after they had parted, or fed by a single one."""
+
+    kind = "stream_collapse"
+    yields_to = frozenset({"token_collapse"})
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._furthest: dict[str, float] = {}
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most. Streams start equal, so equality alone says nothing."""
+        for view in each_flow(record, header):
+            cosine = view.get("stream_cosine")
+            if cosine is None:
+                yield Finding(self.kind, flow=view.layout.name, level="unseen")
+            elif (finding := self._judge(view, 1 - cosine)) is not None:
+                yield finding
+
+    def _judge(self, view: FlowView, distance: Array) -> Finding | None:
+        config, name = self.config, view.layout.name
+        limit = 1 - config.stream_cosine
+        middle = float(np.nanmedian(distance))
+        furthest = self._furthest[name] = max(self._furthest.get(name, 0.0), middle)
+        least = view.get("mix_colsum_min")
+        unused = np.zeros(distance.shape, dtype=bool) if least is None else least < config.stream_unused
+        fed_by_one = bool(unused.sum() >= MOST * unused.size)
+        parted = furthest > config.drift * limit
+        equal = distance < limit
+        if equal.sum() < MOST * np.isfinite(distance).sum() or not (parted or fed_by_one):
+            near = middle < limit * config.release_factor and parted
+            return Finding(self.kind, flow=name, level="near") if near else None
+        where = int(np.argmax(equal))
+        told = f"they had parted to {1 - furthest:.3f}" if parted else "one stream feeds them all"
+        if fed_by_one and least is not None:
+            told += f" (least column sum of the composite mapping {np.nanmin(least):.2g})"
+        return Finding(
+            self.kind,
+            site(view, "stream_cosine", where),
+            "warning",
+            float(1 - middle),
+            1 - limit,
+            f"the streams are one: median cosine between them {1 - middle:.6f} (limit {1 - limit:.4f}), at "
+            f"{int(equal.sum())} of {distance.size} sites; {told}",
+            'start the residual mapping at the identity (init="prenorm"), or keep it doubly stochastic '
+            '(flowscope.wrap(model, mode="mhc"))',
+            name,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the streams had parted, by flow."""
+        return {"furthest": dict(self._furthest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._furthest = dict(state["furthest"])
+
+
+class MixingGain(Detector):
+    """The composite residual mapping of the streams amplifies (forward or backward), or passes next to nothing."""
+
+    kind = "mixing_gain"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """Two causes a flow: amplifies, attenuates."""
+        for view in each_flow(record, header):
+            forward, backward = view.get("mix_gain_forward_norm"), view.get("mix_gain_backward_norm")
+            name = view.layout.name
+            if forward is None or backward is None:
+                yield Finding(self.kind, flow=name, cause="amplifies", level="unseen")
+                yield Finding(self.kind, flow=name, cause="attenuates", level="unseen")
+                continue
+            for finding in (self._amplifies(view, forward, backward), self._attenuates(view, forward)):
+                if finding is not None:
+                    yield finding
+
+    def _amplifies(self, view: FlowView, forward: Array, backward: Array) -> Finding | None:
+        limit, name = self.config.mixing_gain, view.layout.name
+        gains = np.fmax(forward, backward)
+        largest = float(np.nanmax(gains))
+        if largest <= limit:
+            near = largest > limit / self.config.release_factor
+            return Finding(self.kind, flow=name, cause="amplifies", level="near") if near else None
+        # forward products grow from the input on, backward ones towards it: the first site beyond from where they start
+        ahead = float(np.nanmax(forward)) >= float(np.nanmax(backward))
+        over = np.flatnonzero((forward if ahead else backward) > limit)
+        where = int(over[0] if ahead else over[-1])
+        certain = largest > CERTAIN * limit
+        place = site(view, "mix_gain_forward_norm", where)
+        return Finding(
+            self.kind,
+            place,
+            "error" if certain else "warning",
+            largest,
+            limit,
+            f"the residual mappings of the streams multiply to a gain of {largest:.3g} "
+            f"{'forward' if ahead else 'backward'} (limit {limit:.3g}, crossed at {place}; 1 keeps the signal)",
+            'keep the mapping doubly stochastic (flowscope.wrap(model, mode="mhc")), or lower the rate of the '
+            "connections' parameters (flowscope.param_groups)",
+            name,
+            immediate=certain,
+            cause="amplifies",
+        )
+
+    def _attenuates(self, view: FlowView, forward: Array) -> Finding | None:
+        limit, name = 1 / self.config.mixing_gain, view.layout.name
+        seen = np.flatnonzero(np.isfinite(forward))
+        last = float(forward[seen[-1]])
+        if last >= limit:
+            near = last < limit * self.config.release_factor
+            return Finding(self.kind, flow=name, cause="attenuates", level="near") if near else None
+        where = int(np.flatnonzero(forward < limit)[0])
+        return Finding(
+            self.kind,
+            site(view, "mix_gain_forward_norm", where),
+            "warning",
+            last,
+            limit,
+            f"the residual mappings of the streams pass {last:.2g} of the carry to the end of the flow (limit "
+            f"{limit:.2g}, crossed at {site(view, 'mix_gain_forward_norm', where)}): the residual path is cut",
+            'start the residual mapping at the identity (init="prenorm"), or use flowscope.wrap(model, mode="mhc")',
+            name,
+            cause="attenuates",
+        )

@@ -1,0 +1,60 @@
+"""`expert_collapse`: a mixture of experts that routes (nearly) all tokens to a few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from flowscope.detectors.detector import Array, Detector, Finding, flow_holding
+from flowscope.records import Record, RunHeader
+
+RELEASE = 0.75
+"""Shares and loads are clean below this much of their limit."""
+SETTLING_RECORDS = 4
+"""Untrained routers are uneven for a few steps, and a small batch leaves experts out by chance."""
+
+
+class ExpertCollapse(Detector):
+    """Experts without tokens, or one with a multiple of its share."""
+
+    kind = "expert_collapse"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding at most: the first router beyond a limit."""
+        dead, violation = record.metrics.get("route_dead"), record.metrics.get("route_max_violation")
+        if dead is None or violation is None or dead.shape != violation.shape or bool(np.isnan(dead).all()):
+            yield Finding(self.kind, level="unseen")
+            return
+        config = self.config
+        level = np.fmax(dead / config.expert_dead, violation / config.expert_violation)
+        beyond = level > 1
+        if not beyond.any():
+            if bool((level > RELEASE).any()):
+                yield Finding(self.kind, level="near")
+            return
+        labels = record.metric_labels.get("route_dead") or header.labels.get("route_dead", ())
+        where = int(np.argmax(beyond))
+        name = labels[where] if where < len(labels) else f"router {where}"
+        by_dead = dead[where] / config.expert_dead >= violation[where] / config.expert_violation
+        yield Finding(
+            self.kind,
+            name,
+            "warning",
+            float(dead[where] if by_dead else violation[where]),
+            config.expert_dead if by_dead else config.expert_violation,
+            f"{name} sends no token to {dead[where]:.0%} of its experts (limit {config.expert_dead:.0%}); the fullest "
+            f"gets {violation[where] + 1:.1f} times the mean load (limit {config.expert_violation + 1:.1f})"
+            f"{_entropy(record, where)}; {int(beyond.sum())} of {dead.size} routers alike",
+            "add a load-balancing loss (Switch: 0.01 * experts * sum of share * probability) or a bias that evens the "
+            "loads, and lower the router's learning rate",
+            flow_holding(name, header),
+            records=SETTLING_RECORDS,
+        )
+
+
+def _entropy(record: Record, where: int) -> str:
+    entropy: Array | None = record.metrics.get("route_entropy")
+    if entropy is None or where >= entropy.size or np.isnan(entropy[where]):
+        return ""
+    return f", entropy {entropy[where]:.2f} of log(experts)"
