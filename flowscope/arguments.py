@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
+from flowscope.losses import LateLoss
 from flowscope.records import Alert
 from flowscope.sinks import Sink
 
@@ -78,8 +79,8 @@ def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
     return out
 
 
-def loss_value(loss: Any) -> Tensor | float | None:
-    """Return the loss as a detached scalar tensor or a number; never synchronises."""
+def loss_value(loss: Any) -> LateLoss | float | None:
+    """Return the loss as a number, or as one on its way from its device; never synchronises."""
     if loss is None or isinstance(loss, (int, float)):
         return loss
     if isinstance(loss, np.ndarray | np.generic):
@@ -89,7 +90,7 @@ def loss_value(loss: Any) -> Tensor | float | None:
     value: Tensor = loss.detach()
     if value.device.type == "cpu":
         return float(value.float().mean() if value.dim() else value)
-    return value.float().mean()
+    return LateLoss(value.float().mean())
 
 
 def step_number(step: Any) -> int | None:

@@ -20,6 +20,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
+from flowscope.losses import LateLoss, LossesSinceRecord
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
@@ -51,7 +52,7 @@ class EndedStep:
         step: its number.
         snapshot: what it deposited; None where it was not sampled.
         canary: its counts of non-finite entries.
-        losses: the losses given for it.
+        losses: the losses given for it, numbers or on their way from a device.
         flags: what is special about it.
         scale: the GradScaler's scale in its backward, None without a scaler.
         found_inf: per fused optimizer, whether it found inf and left the weights as they were.
@@ -67,7 +68,9 @@ class EndedStep:
 
     def ready(self) -> bool:
         """Whether finishing it would not wait for a copy."""
-        return self.canary.ready() and (self.snapshot is None or self.snapshot.ready())
+        late = [loss for loss in self.losses if isinstance(loss, LateLoss)]
+        copies: list[Any] = [self.canary, *late] if self.snapshot is None else [self.canary, self.snapshot, *late]
+        return all(copy.ready() for copy in copies)
 
 
 class Recorder:
@@ -85,10 +88,12 @@ class Recorder:
         self.stop: StopTraining | None = None
         self._told_unsampled = False
         self._header_written = False
+        self._losses = LossesSinceRecord()
 
     def take(self, ended: EndedStep) -> None:
         """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
         losses = [float(value) for value in ended.losses]
+        self._losses.add(losses)
         if ended.found_inf and all(float(found) > 0 for found in ended.found_inf):
             ended.flags = (*ended.flags, "skipped")
         canary = _canary(ended, losses)
@@ -105,6 +110,8 @@ class Recorder:
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
         if ended.snapshot is not None:
+            if (since := self._losses.take()) is not None:
+                record.metrics["step_losses"] = since
             self.records.append(record)
             self.emit(record)
             self._told_unsampled = False

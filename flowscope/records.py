@@ -19,6 +19,10 @@ Severity = Literal["info", "warning", "error"]
 Key = str | tuple[str, str]
 
 
+UNDRAWN = frozenset({"step_losses"})
+"""Metrics without rows of the model: their length changes from record to record, and no panel draws them."""
+
+
 def metric_key(metric: str, flow: str | None) -> str:
     """The key of a metric in `Record.metrics`: `metric` for the first flow (flow None), `metric@flow` for others."""
     return metric if flow is None else f"{metric}@{flow}"

@@ -26,7 +26,7 @@ from flowscope.panels.series import (
     thin_steps,
     to_json,
 )
-from flowscope.records import Alert, Record, RunHeader, split_key
+from flowscope.records import UNDRAWN, Alert, Record, RunHeader, split_key
 
 CELLS = 360_000
 """Numbers in a report, about 8 bytes each; beyond, steps and rows are thinned out."""
@@ -137,7 +137,7 @@ def _all_series(run: RunLike) -> dict[str, Series]:
     older: Counter[str] = Counter()
     for record in reversed(run.records):
         for key, array in record.metrics.items():
-            if not array.size:
+            if not array.size or key in UNDRAWN:
                 continue
             names = tuple(record.metric_labels.get(key, labels.get(key, ())))
             if names == rows.setdefault(key, names):

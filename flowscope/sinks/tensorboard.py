@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from flowscope.records import Alert, Event, Record, RunHeader, split_key
+from flowscope.records import UNDRAWN, Alert, Event, Record, RunHeader, split_key
 from flowscope.sinks import images, summaries
 from flowscope.sinks.append_file import AppendFile
 from flowscope.sinks.binning import log10
@@ -105,7 +105,7 @@ class TensorBoardSink:
         values = [
             summaries.profile(f"flowscope/{key}", array, self._content(key, record))
             for key, array in record.metrics.items()
-            if array.size
+            if array.size and key not in UNDRAWN
         ]
         values += self._scalars(record)
         if self._layout_due:
