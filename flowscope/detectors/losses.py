@@ -11,7 +11,7 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding
-from flowscope.detectors.rates import RateCourse, updates_of
+from flowscope.detectors.rates import Course
 from flowscope.records import Record, RunHeader
 
 WINDOW = 100
@@ -22,6 +22,10 @@ SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 NOISE = 6.0
 """Standard deviations beyond the level that are no noise."""
+LEAST_RISE = 0.1
+"""A rise by less than this share of the level, or of what was learned so far, is no spike, however quiet the run."""
+SPAN = 5
+"""A spike holds for more than half of this many steps."""
 RESTART = 2.0
 """A learning rate above the window's least by this factor, within its earlier peak, was raised by its schedule."""
 PLATEAU_WINDOW = 200
@@ -41,14 +45,15 @@ def losses_of(record: Record) -> Array:
 
 
 class LossSpike(Detector):
-    """Two of three losses in a row stand far above everything of the hundred before them."""
+    """Three of five losses in a row stand far above what the hundred before them rose by."""
 
     kind = "loss_spike"
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._window: deque[float] = deque(maxlen=WINDOW)
-        self._last: deque[float] = deque(maxlen=2)
+        self._last: deque[float] = deque(maxlen=SPAN - 1)
+        self._first: list[float] = []
         self._rates: deque[float] = deque(maxlen=WINDOW // 10)
         self._peak = 0.0
         self._outside = 0
@@ -62,10 +67,11 @@ class LossSpike(Detector):
             return
         raised = self._rate_rose(record)
         recent = np.array([*self._last, *losses])
-        # the median of three: one odd batch is no spike
-        smooth = np.median(np.lib.stride_tricks.sliding_window_view(recent, 3), axis=1) if recent.size >= 3 else recent
-        smooth = smooth[-losses.size :]
+        # the median of five: one or two odd batches are no spike
+        padded = np.concatenate([np.full(max(0, SPAN - 1 - len(self._last)), recent[0]), recent])
+        smooth = np.median(np.lib.stride_tricks.sliding_window_view(padded, SPAN), axis=1)
         self._last.extend(losses.tolist())
+        self._first.extend(losses.tolist()[: SPAN - len(self._first)])
         if len(self._window) < ENOUGH:
             self._window.extend(losses.tolist())
             return
@@ -75,16 +81,23 @@ class LossSpike(Detector):
 
     def _judge(self, record: Record, losses: Array, smooth: Array, *, restarted: bool) -> Finding | None:
         window = np.array(self._window)
-        level = float(np.median(window))
-        spread = SIGMA * float(np.median(np.abs(window - level)))
-        rise = max(NOISE * spread, self.config.loss_spike * (float(window.max()) - level), 1e-3 * abs(level), 1e-12)
+        level = float(np.median(window[-ENOUGH:]))
+        # how far single losses usually rise above the ten before them; while the loss falls, not at all
+        before = np.lib.stride_tricks.sliding_window_view(window[:-1], ENOUGH // 2)
+        rises = window[ENOUGH // 2 :] - np.median(before, axis=1)
+        spread = SIGMA * float(np.median(np.abs(rises - np.median(rises))))
+        highest = max(0.0, float(rises.max()))
+        progress = float(np.median(self._first)) - level
+        least = LEAST_RISE * max(abs(level), progress, 1e-12)
+        rise = max(NOISE * spread, self.config.loss_spike * highest, least)
         above = smooth - level
-        calm = above <= rise / self.config.release_factor
         self._learn(losses, smooth, above <= rise)
-        if restarted and bool((above > rise).any()):
-            return Finding(self.kind, level="near")
         if not bool((above > rise).any()):
-            return None if bool(calm.all()) else Finding(self.kind, level="near")
+            return (
+                None if bool((above <= rise / self.config.release_factor).all()) else Finding(self.kind, level="near")
+            )
+        if restarted:
+            return Finding(self.kind, level="near")
         worst = int(np.argmax(above))
         return Finding(
             self.kind,
@@ -92,9 +105,9 @@ class LossSpike(Detector):
             "warning",
             float(smooth[worst]),
             level + rise,
-            f"the loss rose to {smooth[worst]:.3g} (the middle of three steps, up to {smooth.size - 1 - worst} steps "
-            f"before step {record.step}) from a level of {level:.3g}, of which the highest of {window.size} was "
-            f"{window.max():.3g} (limit {level + rise:.3g})",
+            f"the loss rose to {smooth[worst]:.3g} (the median of five steps, up to {smooth.size - 1 - worst} steps "
+            f"before step {record.step}) from a level of {level:.3g}; in the {window.size} steps before, "
+            f"single losses rose by {highest:.3g} at most (limit {level + rise:.3g})",
             "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from "
             "the last checkpoint before it",
             immediate=True,
@@ -107,7 +120,7 @@ class LossSpike(Detector):
             self._window.clear()
             self._outside = 0
             usual = np.ones(losses.size, dtype=bool)
-        kept = losses[usual[-losses.size :]]
+        kept = losses[usual]
         # a single odd batch may enter: it is part of what is usual here
         self._window.extend(kept.tolist())
 
@@ -123,10 +136,11 @@ class LossSpike(Detector):
         return restarted
 
     def state_dict(self) -> dict[str, Any]:
-        """The window of usual losses, the last two, and the learning rate's recent course."""
+        """The window of usual losses, the first and the last ones, and the learning rate's recent course."""
         return {
             "window": list(self._window),
             "last": list(self._last),
+            "first": list(self._first),
             "rates": list(self._rates),
             "peak": self._peak,
             "outside": self._outside,
@@ -138,6 +152,7 @@ class LossSpike(Detector):
         self._window.extend(state["window"])
         self._last.clear()
         self._last.extend(state["last"])
+        self._first = list(state["first"])
         self._rates.clear()
         self._rates.extend(state["rates"])
         self._peak, self._outside = state["peak"], state["outside"]
@@ -174,15 +189,15 @@ class LossPlateau(Detector):
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._window: deque[float] = deque(maxlen=PLATEAU_WINDOW)
-        self._course = RateCourse()
+        self._course = Course()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""
         del header
         losses, width = losses_of(record), record.metrics.get("output_width")
         self._window.extend(losses.tolist())
-        updates = updates_of(record)
-        working = updates is None or self._course.working(updates)
+        updates = self._course.updates(record)
+        working = updates is None or updates.working
         if losses.size == 0 or width is None or not np.isfinite(width).all() or len(self._window) < PLATEAU_WINDOW:
             yield Finding(self.kind, level="unseen")
             return

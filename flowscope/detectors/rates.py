@@ -20,6 +20,9 @@ RISING = 1.001
 FAR_BELOW_PEAK = 0.1
 """A rate below this share of its peak has decayed: small updates are what the schedule wants."""
 
+ALMOST_ZERO = 1e-3
+"""A parameter whose norm begins below this share of the median norm starts from nothing (biases, layer scales)."""
+
 
 @dataclass(frozen=True)
 class Updates:
@@ -27,17 +30,20 @@ class Updates:
 
     Attributes:
         ratio: update_ratio [P]; norm: param_norm [P]; rate: param_lr [P], NaN where unknown.
-        trained: which parameters are judged [P].
+        trained: which parameters are judged [P]; those that were zero at the start, or almost, are not (|dw| / |w| is
+            large there for long, and says nothing).
+        working: whether most of their rates stand still or fall, near their peak.
     """
 
     ratio: Array
     norm: Array
     rate: Array
     trained: Flags
+    working: bool
 
     @property
     def overall(self) -> float:
-        """|dw| / |w| over all trained parameters together: zero-initialised biases weigh what they are."""
+        """|dw| / |w| over all trained parameters together."""
         norm, ratio = self.norm[self.trained], self.ratio[self.trained]
         with np.errstate(over="ignore"):
             return float(np.sqrt(np.square(norm * ratio).sum() / np.square(norm).sum()))
@@ -48,49 +54,45 @@ class Updates:
         return float(np.median(self.ratio[self.trained]))
 
 
-def updates_of(record: Record) -> Updates | None:
-    """The record's updates, or None where they were not measured or nothing was trained."""
-    ratio, norm = record.metrics.get("update_ratio"), record.metrics.get("param_norm")
-    gradient = record.metrics.get("param_grad_norm")
-    if ratio is None or norm is None or gradient is None or not ratio.shape == norm.shape == gradient.shape:
-        return None
-    unknown = np.full(ratio.shape, np.nan)
-    rate = _like(record.metrics.get("param_lr"), unknown)
-    held = _like(record.metrics.get("param_optimized"), unknown)
-    trainable = _like(record.metrics.get("param_trainable"), unknown)
-    trained = (gradient > 0) & np.isfinite(ratio) & np.isfinite(norm) & (norm > 0)
-    trained &= (rate != 0) & (held != 0) & (trainable != 0)
-    return Updates(ratio, norm, rate, trained) if bool(trained.any()) else None
+class Course:
+    """Reads the updates of one record after another; knows the rates' peak and last value and where weights began.
+
+    A rate that is not known counts as standing still, as every rate does at the first record.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Array] = {}
+
+    def updates(self, record: Record) -> Updates | None:
+        """The record's updates, or None where they were not measured or nothing was trained."""
+        ratio, norm = record.metrics.get("update_ratio"), record.metrics.get("param_norm")
+        gradient = record.metrics.get("param_grad_norm")
+        if ratio is None or norm is None or gradient is None or not ratio.shape == norm.shape == gradient.shape:
+            return None
+        unknown = np.full(ratio.shape, np.nan)
+        rate = _like(record.metrics.get("param_lr"), unknown)
+        held = _like(record.metrics.get("param_optimized"), unknown)
+        trainable = _like(record.metrics.get("param_trainable"), unknown)
+        last, peak = (_like(self._kept.get(key), unknown) for key in ("last", "peak"))
+        zero = _like(self._kept.get("zero_start"), unknown)
+        usual = float(np.nanmedian(norm)) if np.isfinite(norm).any() else 0.0
+        zero = np.where(np.isnan(zero) & ~np.isnan(norm), norm <= ALMOST_ZERO * usual, zero)
+        self._kept = {"peak": np.fmax(peak, rate), "last": rate, "zero_start": zero}
+        trained = (gradient > 0) & np.isfinite(ratio) & np.isfinite(norm) & (norm > 0) & (zero == 0)
+        trained &= (rate != 0) & (held != 0) & (trainable != 0)
+        if not trained.any():
+            return None
+        off = (rate > RISING * last) | (rate < FAR_BELOW_PEAK * self._kept["peak"])
+        return Updates(ratio, norm, rate, trained, 2 * int((off & trained).sum()) < int(trained.sum()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {name: pack(values) for name, values in self._kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._kept = {name: unpack(state[name]) for name in state}
 
 
 def _like(values: Array | None, default: Array) -> Array:
     return values if values is not None and values.shape == default.shape else default
-
-
-class RateCourse:
-    """The peak and the last value of each parameter's learning rate [P]."""
-
-    def __init__(self) -> None:
-        self._peak: Array | None = None
-        self._last: Array | None = None
-
-    def working(self, updates: Updates) -> bool:
-        """Whether the trained parameters' rates stand still or fall, near their peak; and learn this record's rates.
-
-        Unknown rates count as such. The first record knows no course yet, and counts as standing still.
-        """
-        rate, peak, last = updates.rate, self._peak, self._last
-        if peak is None or last is None or peak.shape != rate.shape:
-            peak, last = rate, rate
-        self._peak, self._last = np.fmax(peak, rate), rate
-        with np.errstate(invalid="ignore"):
-            off = (rate > RISING * last) | (rate < FAR_BELOW_PEAK * self._peak)
-        return 2 * int((off & updates.trained).sum()) < int(updates.trained.sum())
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {name: None if v is None else pack(v) for name, v in (("peak", self._peak), ("last", self._last))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._peak, self._last = (None if state[k] is None else unpack(state[k]) for k in ("peak", "last"))

@@ -9,13 +9,13 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding, pack, parameter_name, unpack
-from flowscope.detectors.rates import RateCourse, Updates, updates_of
+from flowscope.detectors.rates import Course, Updates
 from flowscope.records import Record, RunHeader
 
 SLOW_RECORDS = 10
 """Too small for this many records in a row: single records may be small by their batch or by the schedule."""
-USUAL_ABOVE_OVERALL = 100.0
-"""The median tensor moves more than all weights together: biases are small. More than by this factor is no rule."""
+USUAL_ABOVE_OVERALL = 30.0
+"""The median tensor may move by this much more than all weights together (biases are small), not by more."""
 LARGE_RECORDS = 3
 """A parameter that grows out of almost zero doubles once or twice: the third record in a row is no start."""
 LOW_PRECISION = 1e-5
@@ -32,35 +32,32 @@ class UpdateTooSmall(Detector):
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
-        self._course = RateCourse()
+        self._course = Course()
         self._best = 0.0
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for small updates, one for updates lost to rounding."""
-        updates = updates_of(record)
+        updates = self._course.updates(record)
         if updates is None:
             yield Finding(self.kind, level="unseen")
             yield Finding(self.kind, cause="precision", level="unseen")
             return
-        working = self._course.working(updates)
-        # both say so: a huge embedding of which a batch uses few rows hides the rest, zero-initialised biases move much
+        # a huge embedding of which a batch uses few rows hides the rest from the one, small biases move the other
         overall = max(updates.overall, updates.usual / USUAL_ABOVE_OVERALL)
         for finding in (
-            self._slow(record, header, updates, overall, working=working),
-            self._rounded(record, header, updates, working=working),
+            self._slow(record, header, updates, overall),
+            self._rounded(record, header, updates),
         ):
             if finding is not None:
                 yield finding
         self._best = max(self._best, overall)
 
-    def _slow(
-        self, record: Record, header: RunHeader, updates: Updates, overall: float, *, working: bool
-    ) -> Finding | None:
+    def _slow(self, record: Record, header: RunHeader, updates: Updates, overall: float) -> Finding | None:
         limit, release = self.config.small_update, self.config.release_factor
         best = max(self._best, overall)
         if best >= limit * release:
             return None  # the run has moved: small updates later are its schedule, or the end of what it can learn
-        if best >= limit or not working:
+        if best >= limit or not updates.working:
             return Finding(self.kind, level="near")
         least = int(np.argmin(np.where(updates.trained, updates.ratio, np.inf)))
         name, rate = parameter_name(record, header, least), updates.rate[least]
@@ -77,7 +74,7 @@ class UpdateTooSmall(Detector):
             records=SLOW_RECORDS,
         )
 
-    def _rounded(self, record: Record, header: RunHeader, updates: Updates, *, working: bool) -> Finding | None:
+    def _rounded(self, record: Record, header: RunHeader, updates: Updates) -> Finding | None:
         """Weights kept in 16 bits whose entries mostly stay exactly what they were, updates being below their grid."""
         same, grid = record.metrics.get("param_unchanged"), record.metrics.get("param_epsilon")
         if same is None or grid is None or same.shape != updates.ratio.shape or grid.shape != same.shape:
@@ -89,7 +86,7 @@ class UpdateTooSmall(Detector):
         share, limit = float(np.median(same[coarse])) if coarse.any() else 0.0, self.config.unchanged_share
         if 2 * int(coarse.sum()) < int(updates.trained.sum()) or 1 - share > (1 - limit) * self.config.release_factor:
             return None
-        if share < limit or not working:
+        if share < limit or not updates.working:
             return Finding(self.kind, cause="precision", level="near")
         most = int(np.argmax(np.where(coarse, same, -1.0)))
         name = parameter_name(record, header, most)
@@ -124,11 +121,12 @@ class UpdateTooLarge(Detector):
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
+        self._course = Course()
         self._largest: Array | None = None
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the worst parameter."""
-        updates = updates_of(record)
+        updates = self._course.updates(record)
         if updates is None:
             yield Finding(self.kind, level="unseen")
             return
@@ -162,12 +160,14 @@ class UpdateTooLarge(Detector):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The largest norm so far by parameter."""
-        return {"largest": None if self._largest is None else pack(self._largest)}
+        """The largest norm so far by parameter, and where the weights began."""
+        largest = None if self._largest is None else pack(self._largest)
+        return {"largest": largest, "course": self._course.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._largest = None if state["largest"] is None else unpack(state["largest"])
+        self._course.load_state_dict(state["course"])
 
 
 class OverClipped(Detector):
@@ -177,20 +177,20 @@ class OverClipped(Detector):
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
-        self._course = RateCourse()
+        self._course = Course()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""
         del header
-        clipped, updates = record.metrics.get("clip_ratio"), updates_of(record)
+        clipped, updates = record.metrics.get("clip_ratio"), self._course.updates(record)
         if clipped is None or clipped.size != 1 or not np.isfinite(clipped[0]) or updates is None:
             yield Finding(self.kind, level="unseen")
             return
-        working, overall, ratio = self._course.working(updates), updates.overall, float(clipped[0])
+        overall, ratio = updates.overall, float(clipped[0])
         limit, small, release = self.config.clip_ratio, self.config.clipped_update, self.config.release_factor
         if ratio >= limit * release or overall >= small * release:
             return
-        if ratio >= limit or overall >= small or not working:
+        if ratio >= limit or overall >= small or not updates.working:
             yield Finding(self.kind, level="near")
             return
         yield Finding(
