@@ -1,0 +1,436 @@
+"""Many processes, one record: ranks that train a model together add up what they deposited, once a sampled step.
+
+What is entered when, on every rank alike (docs/scale.md has the costs):
+
+- `register` (no collective): a counter in the process group's store, one per layout and schedule. Where not all ranks
+  have the same one, because they watch different things or not at all, nothing is ever added up: each rank's records
+  are its own, flagged `local`.
+- in the optimizer's step hook of a sampled step: one SUM of the statistics, not waited for; every
+  `WatchConfig.desync_every`-th time one MAX of the replicated parameters' norms. The first two times, and where a rank
+  saw something new, one MAX of hashes before it: which parts the ranks have in common.
+- in the hook of the step after, the sum is there, or is waited for: all ranks have entered it, or the step's own
+  collectives would have failed. Losses mostly come after the hook, so a step's loss is in the next sum, and with that
+  its record is complete: the same on all ranks, at the same step.
+
+Reading records or closing waits for at most `exchange.GRACE` seconds, and enters nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.config import WatchConfig
+from flowscope.faults import LOGGER
+from flowscope.losses import LateLoss
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.canary import Canary
+from flowscope.probes.exchange import Exchange, Extremes
+from flowscope.probes.observation import Observation
+from flowscope.probes.payload import Part, Sharing, from_host
+from flowscope.probes.process_groups import Group, find_group, several_processes
+from flowscope.probes.statistics import wide
+from flowscope.recorder import EndedStep
+from flowscope.records import Record, split_key
+from flowscope.schedule import Schedule
+
+Array = NDArray[np.float64]
+KINDS = len(Canary.KINDS)
+SCHEDULE_STEPS = 1024
+MOST_LATE = 128
+BUCKETS = 64
+LOCAL = frozenset(
+    {"effective_rank", "cosine_matrix", "branch_alignment", "grad_carried", "norm_gap", "jacobian_radius"}
+)
+"""What does not add up over ranks: the first rank's, sent to the others with the next sum."""
+
+
+class Ranks:
+    """The other ranks, as a scope sees them.
+
+    Args:
+        observation: whose snapshots add up.
+        config: the scope's settings.
+        schedule: when it samples; part of what the ranks must have in common.
+        prepare: makes the record of a sampled step whose sums are there.
+    """
+
+    _registered: ClassVar[int] = 0
+
+    def __init__(
+        self, observation: Observation, config: WatchConfig, schedule: Schedule, prepare: Callable[[EndedStep], None]
+    ) -> None:
+        self._observation, self._config, self._schedule, self._prepare = observation, config, schedule, prepare
+        self.group: Group | None = None
+        self.joined = self._alone = False
+        self._key = ""
+        self._registered_at = -1
+        self._ended = 0
+        self._sequence = -1
+        self._agreed: dict[str, int] = {}
+        self._handshakes = 2
+        self._taken = 0
+        self._exchange: Exchange | None = None
+        self._since: list[EndedStep] = []
+        self._sent: list[EndedStep] = []
+        self._entered = 0
+        self._of: Any = None
+        self._apart: EndedStep | None = None
+        self._locals: dict[str, Array] = {}
+        self._sharing: Sharing | None = None
+        self._late_rows = 0
+
+    # -- who the others are -------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Register at once where the ranks' layout is known before the first forward."""
+        if several_processes():
+            group = find_group(self._observation.model)
+            if group is not None and group.kind and group.size > 1:
+                self._register(group)
+
+    def forward_begins(self) -> None:
+        """A training forward of the model begins."""
+        if self.joined or self._alone or not several_processes():
+            return
+        if self._registered_at < 0:
+            self._look()
+        self._sequence = _sequence_of(dist.group.WORLD)
+
+    def _look(self) -> None:
+        group = find_group(self._observation.model)
+        if group is None:
+            self._stay_alone("its parameters lie on a mesh of devices for whose ranks there is no process group")
+        elif group.size == 1:
+            self.group, self._alone = group, True
+        else:
+            self._register(group)
+
+    def _register(self, group: Group) -> None:
+        """Count this rank among those that have its layout; what is counted is only read in a later hook."""
+        self.group = group
+        Ranks._registered += 1
+        layout = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
+        self._key = f"flowscope/{Ranks._registered}/{layout}"
+        self._store().add(self._key, 1)
+        self._registered_at = self._ended
+
+    def _store(self) -> Any:
+        assert self.group is not None
+        return dist.distributed_c10d._get_process_group_store(self.group.process_group)
+
+    def _layout(self, group: Group) -> list[Any]:
+        observation, config = self._observation, self._config.model_dump(mode="json")
+        plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.plan]
+        shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
+        sites = [(site.flow, site.mode, site.labels) for site in observation.sites]
+        gates = observation.gates.labels if observation.gates is not None else []
+        steps = [bool(self._schedule(step)) for step in range(SCHEDULE_STEPS)]
+        for display in ("console", "images_every", "max_records", "max_alerts"):
+            config.pop(display, None)
+        here = [group.size, group.kind, _sequence_of(group.process_group), observation.fixed_rows]
+        return [plan, shapes, sites, gates, steps, config, here]
+
+    def _join(self) -> None:
+        """In a step's hook: begin to add up, where all ranks have registered and the ranks are seen to go in step."""
+        if self._registered_at < 0:
+            self._look()
+            if not self._alone:
+                self._registered_at += 1  # a whole step must lie between: then all ranks have counted themselves
+        elif self._ended >= self._registered_at and self.group is not None and self._in_step(self.group):
+            device = self._device()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # once: the collectives of backward are behind all ranks
+            count = int(self._store().add(self._key, 0))
+            if count != self.group.size:
+                self._stay_alone(
+                    f"{count} of {self.group.size} ranks watch it with this layout and schedule (call flowscope.watch "
+                    "on every rank with the same arguments, before the first step)"
+                )
+                return
+            self._sharing = self.group.sharing(self._parameters(), device)
+            self._late_rows = self._longest_gap()
+            self.joined = True
+
+    def _in_step(self, group: Group) -> bool:
+        """Whether something shows that the other ranks make this step too: a wrapper, or a collective in the step."""
+        return bool(group.kind) or _sequence_of(group.process_group) > self._sequence >= 0
+
+    def _stay_alone(self, why: str) -> None:
+        self._alone = True
+        LOGGER.warning("flowscope: nothing is added up over ranks, records are this rank's own (flag local): %s.", why)
+
+    def _party(self) -> tuple[Group, Sharing]:
+        """Who adds up, and this rank's share: there since the ranks have joined."""
+        assert self.group is not None
+        assert self._sharing is not None
+        return self.group, self._sharing
+
+    def _parameters(self) -> list[Tensor | None]:
+        parameters = self._observation.parameters
+        return parameters.current() if parameters is not None else []
+
+    def _device(self) -> torch.device:
+        return next(self._observation.model.parameters()).device
+
+    def _longest_gap(self) -> int:
+        sampled = [step for step in range(SCHEDULE_STEPS) if self._schedule(step)]
+        gaps = [after - before for before, after in itertools.pairwise(sampled)]
+        return min(MOST_LATE, max(gaps, default=MOST_LATE))
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def step_ended(self, ended: EndedStep, *, sampled: bool) -> None:
+        """A step has ended, in its optimizer's hook: take the last sum, and begin the next where it was sampled."""
+        if several_processes() and not (self.joined or self._alone):
+            self._join()
+        self._ended += 1
+        if not self.joined:
+            if several_processes() and (self.group is None or self.group.size > 1):
+                ended.flags = (*ended.flags, "local")
+            return
+        try:
+            self._take(wait=True)
+            ended.awaited = True
+            if sampled and self._others_left(self._entered):
+                self._since.append(ended)
+                self._give_up("another rank has closed its scope")
+                return
+            if sampled:
+                self._enter(ended)
+            elif ended.snapshot is not None:
+                ended.flags = (*ended.flags, "local")  # skipped by the GradScaler: nothing is entered outside of a step
+            self._since.append(ended)
+        except Exception as error:
+            self._since.append(ended)
+            self._give_up(f"{type(error).__name__}: {error}")
+            if not isinstance(error, (RuntimeError, OSError)):
+                raise
+            # a rank has died: the training's own collectives tell the user
+
+    def _others_left(self, entered: int) -> bool:
+        """Whether a rank closed its scope after this many sums: it will not enter the next."""
+        return int(self._store().add(f"{self._key}/left after {entered}", 0)) > 0
+
+    def _tell_left(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store().add(f"{self._key}/left after {self._entered}", 1)
+
+    def _give_up(self, why: str) -> None:
+        self._tell_left()
+        self.joined, self._exchange = False, None
+        self._stay_alone(why)
+        self._release()
+
+    def _release(self) -> None:
+        """What still waits for other ranks becomes records of this rank's own numbers."""
+        for ended in dict.fromkeys((*self._sent, *self._since)):
+            if ended.awaited:
+                ended.awaited = False
+                if ended.snapshot is not None and not ended.snapshot.shared:
+                    ended.flags = (*ended.flags, "local")
+                elif ended.snapshot is not None:
+                    ended.note = ended.note or "the loss is this rank's own"
+        self._keep_locals()
+        self._sent, self._since = [], []
+
+    def poll(self) -> None:
+        """Take the sum under way where it is there, or comes within `GRACE`."""
+        if self._exchange is not None:
+            self._take(wait=False)
+
+    def close(self) -> None:
+        """Tell the others that this rank enters nothing any more, and let go of what waits for them."""
+        if self.joined:
+            with contextlib.suppress(RuntimeError, OSError):
+                self.poll()
+            self._tell_left()
+        self.joined, self._alone, self._exchange = False, True, None
+        self._release()
+
+    # -- the sum -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, ended: EndedStep) -> None:
+        """Begin the sum of a sampled step; a rank that is paused, or whose probes failed, enters with zeros."""
+        group, sharing = self._party()
+        device = sharing.device
+        own = self._observation.faults.guard("ranks", self._own_parts, ended) or []
+        if self._handshakes > 0:
+            self._handshake(own)
+        news = any(not part.fixed and self._agreed.get(part.name) != part.size for part in own)
+        header = np.array([float(ended.snapshot is not None), float(news)])
+        self._sent, self._since = self._since, []
+        late = (self._late_rows + 1) * (KINDS + 2)
+        first = [
+            Part("header", 2, partial(from_host, header, device), lambda sums: None),
+            Part("late", late, partial(self._late, self._sent), partial(self._take_late, self._sent)),
+        ]
+        by_name = {part.name: part for part in [*first, *own]}
+        vector, places, at = [], [], 0
+        for name, size in {"header": 2, "late": late, **self._agreed}.items():
+            part = by_name.get(name)
+            numbers = self._observation.faults.guard("ranks", part.gather) if part is not None else None
+            if part is not None and numbers is not None and numbers.numel() == size:
+                places.append((part, at))
+            else:
+                numbers = torch.zeros(size, dtype=wide(device), device=device)
+            vector.append(numbers)
+            at += size
+        self._keep_locals(sent={part.name for part, _ in places})
+        self._exchange, self._of = Exchange(torch.cat(vector), group.process_group, places), ended
+        self._entered += 1
+        self._compare_replicas(ended, self._exchange)
+
+    def _own_parts(self, ended: EndedStep) -> list[Part]:
+        sharing = self._party()[1]
+        own = [self._local_part(key, values) for key, values in self._locals.items()]
+        return own + (ended.snapshot.parts(sharing, self._agreed) if ended.snapshot is not None else [])
+
+    def _handshake(self, own: list[Part]) -> None:
+        """Agree on the parts that all ranks have in common: one MAX of hashes of them and of their negatives."""
+        group, sharing = self._party()
+        self._handshakes -= 1
+        units = {probe.label for probe in self._observation.units.probes} if self._observation.units else set()
+        known = {n: s for n, s in self._agreed.items() if not n.startswith("units ") or n.split(" ")[1] in units}
+        known.update({part.name: part.size for part in own})
+        fixed = {part.name for part in own if part.fixed}
+        buckets = np.zeros(BUCKETS + 1)
+        for name, size in known.items():
+            bucket = BUCKETS if name in fixed else zlib.crc32(name.encode()) % BUCKETS
+            value = int(hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:8], 16)
+            buckets[bucket] = (buckets[bucket] + value) % 2.0**50
+        vector = from_host(np.concatenate([buckets, -buckets]), sharing.device)
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group.process_group)
+        largest = vector.cpu().double().numpy()
+        same = largest[: BUCKETS + 1] == -largest[BUCKETS + 1 :]
+        common = {
+            name: size
+            for name, size in known.items()
+            if same[BUCKETS if name in fixed else zlib.crc32(name.encode()) % BUCKETS]
+        }
+        self._agreed = dict(sorted(common.items()))
+
+    def _take(self, *, wait: bool) -> None:
+        """Put the sum under way in its places."""
+        exchange = self._exchange
+        if exchange is None or not (wait or exchange.wait_a_little()):
+            return
+        exchange.wait(lambda: not self._others_left(self._entered - 1))
+        sums, ended, self._exchange = exchange.sums(), self._of, None
+        for part, at in exchange.places:
+            part.scatter(sums[at : at + part.size].copy())
+        observing, news = sums[:2]
+        self._sent, self._locals, self._apart = [], {}, None
+        self._handshakes = max(self._handshakes, int(news > 0))
+        if ended.snapshot is not None:
+            size = self._party()[0].size
+            ended.snapshot.shared = True
+            if observing < size:
+                ended.note = f"{observing:.0f} of {size} ranks observed this step"
+            self._prepare(ended)
+            self._set_apart(ended)
+
+    def _set_apart(self, ended: EndedStep) -> None:
+        """Take what does not add up out of the record; the first rank's numbers come back with the next sum."""
+        record, snapshot = ended.record, ended.snapshot
+        if record is None or snapshot is None:
+            return
+        keys = [key for key in record.metrics if is_local(key, record, snapshot.local_flows())]
+        self._locals = {key: record.metrics.pop(key) for key in keys}
+        self._apart = ended
+
+    def _keep_locals(self, sent: Collection[str] = ()) -> None:
+        """What does not come back with a sum stays with the first rank, shown and not judged."""
+        if self._apart is not None and self.group is not None and self.group.first:
+            mine = {key: values for key, values in self._locals.items() if f"local {key}" not in sent}
+            self._apart.unshared.update(mine)
+        self._locals = {key: values for key, values in self._locals.items() if f"local {key}" in sent}
+
+    def _local_part(self, key: str, values: Array) -> Part:
+        """[whether it is there, the numbers]: zeros of all ranks but the first."""
+        group, sharing = self._party()
+        first, record = group.first, self._apart.record if self._apart is not None else None
+        sent = np.concatenate([[1.0], values.reshape(-1)]) if first else np.zeros(1 + values.size)
+        device = sharing.device
+
+        def scatter(sums: Array) -> None:
+            if sums[0] > 0 and record is not None:
+                record.metrics[key] = sums[1:].reshape(values.shape)
+
+        return Part(f"local {key}", 1 + values.size, partial(from_host, sent, device), scatter, fixed=False)
+
+    def _late(self, steps: list[EndedStep]) -> Tensor:
+        """[rows, canary and loss] of the steps since the last sum: that one's own, then the unsampled ones."""
+        device = self._party()[1].device
+        rows = torch.zeros(self._late_rows + 1, KINDS + 2, dtype=wide(device), device=device)
+        for at, ended in enumerate(steps):
+            row = rows[min(at, self._late_rows)]
+            for counted in ended.canary.source:
+                row[:KINDS] += counted[:, 0].to(device, row.dtype, non_blocking=True)
+            losses = [_on(device, value) for value in ended.losses]
+            if losses:
+                row[KINDS] += torch.stack(losses).sum()
+                row[KINDS + 1] += len(losses)
+        return rows.reshape(-1)
+
+    def _take_late(self, steps: list[EndedStep], sums: Array) -> None:
+        rows = sums.reshape(-1, KINDS + 2)
+        for at, ended in enumerate(steps):
+            row = rows[min(at, self._late_rows)]
+            # what more steps than rows share is told of the first of them
+            ended.canary = HostCopy([torch.from_numpy(row[:KINDS, None] * (at <= self._late_rows))])
+            ended.losses = [row[KINDS] / row[KINDS + 1]] if row[KINDS + 1] > 0 else []
+            ended.awaited = False
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    def _compare_replicas(self, ended: EndedStep, exchange: Exchange) -> None:
+        """Every `desync_every`-th sum: the largest and the least norm of each replicated parameter over the ranks."""
+        group, sharing = self._party()
+        every, parameters = self._config.desync_every, self._observation.parameters
+        if parameters is None or not every or (self._entered - 1) % every:
+            return
+        device = sharing.device
+        norms = torch.zeros(len(parameters.names), dtype=wide(device), device=device)
+        if ended.snapshot is not None:
+            norms = self._observation.faults.guard("ranks", ended.snapshot.weight_norms, device)
+        placements = [getattr(parameter, "placements", ()) for parameter in parameters.current()]
+        replicated = np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
+        exchange.extremes = Extremes(torch.cat([norms, -norms]), group.process_group)
+        ended.rank_gap = partial(exchange.extremes.gap, replicated)
+
+
+def is_local(key: str, record: Record, local_flows: Collection[str]) -> bool:
+    """Whether a metric does not add up over ranks."""
+    metric, flow = split_key(key)
+    if metric in LOCAL:
+        return True
+    first = record.flow_names[0] if record.flow_names else None
+    return (flow or first) in local_flows and metric in ("grad_norm", "grad_rms", "gain", "gradient_product", "act_rms")
+
+
+def _on(device: torch.device, value: Any) -> Tensor:
+    value = value.source if isinstance(value, LateLoss) else value
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(device, wide(device), non_blocking=True)
+    return torch.full((), float(value), dtype=wide(device), device=device)
+
+
+def _sequence_of(group: Any) -> int:
+    """How many collectives of a group this rank has entered; -1 where the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return -1

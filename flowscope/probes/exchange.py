@@ -1,0 +1,104 @@
+"""Collectives under way: entered in a step's hook, read a step later, and waited for only while all ranks are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.payload import Part
+
+Array = NDArray[np.float64]
+GRACE = 1.0
+"""Seconds that reading or closing waits, once a sum, for ranks that are a little behind; a dead one costs no more."""
+PATIENCE = 2.0
+"""Seconds after which a rank that waits asks whether the others are still there."""
+
+
+class Exchange:
+    """One SUM under way."""
+
+    def __init__(self, vector: Tensor, group: Any, places: list[tuple[Part, int]]) -> None:
+        self.places, self._vector = places, vector
+        self.extremes: Extremes | None = None
+        self._copy: HostCopy | None = None
+        self._late = False
+        if vector.is_cuda and "nccl" in str(dist.get_backend(group)):
+            # on a stream of its own: the next forward does not wait for the slowest rank
+            stream = torch.cuda.Stream(vector.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(vector.device))
+            with torch.cuda.stream(stream):
+                self._work: Any = dist.all_reduce(vector, group=group, async_op=True)
+                self._work.wait()
+                self._copy = HostCopy([vector])
+            vector.record_stream(stream)
+        else:
+            self._work = dist.all_reduce(vector, group=group, async_op=True)
+
+    def done(self) -> bool:
+        """Whether `sums` would not wait for other ranks."""
+        if self.extremes is not None and not self.extremes.done():
+            return False
+        return self._copy.ready() if self._copy is not None else bool(self._work.is_completed())
+
+    def wait_a_little(self) -> bool:
+        """Whether it is done, within `GRACE` the first time it is asked."""
+        end = time.monotonic() + (0.0 if self._late else GRACE)
+        self._late = True
+        while not self.done():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def wait(self, still_there: Callable[[], bool]) -> None:
+        """Wait for the other ranks, while they are there.
+
+        Raises:
+            ConnectionError: they are not.
+        """
+        asked = time.monotonic()
+        while not self.done():
+            time.sleep(0.0002)
+            if time.monotonic() - asked > PATIENCE:
+                asked = time.monotonic()
+                if not still_there():
+                    raise ConnectionError("a rank left before it entered the sum of this step")
+
+    def sums(self) -> Array:
+        """The sum, once it is done."""
+        if self._copy is None:
+            self._work.wait()
+            self._copy = HostCopy([self._vector])
+        return self._copy.read()[0]
+
+
+class Extremes:
+    """One MAX of [n, -n] under way, read when its step's record is made."""
+
+    def __init__(self, vector: Tensor, group: Any) -> None:
+        self._vector = vector
+        self._work: Any = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def done(self) -> bool:
+        """Whether `read` would not wait for other ranks."""
+        return bool(self._work.is_completed())
+
+    def read(self) -> Array:
+        """Wait for it."""
+        self._work.wait()
+        return self._vector.cpu().double().numpy()
+
+    def gap(self, replicated: NDArray[np.bool_]) -> Array:
+        """[N]: (max - min) / max over the ranks of what all of them hold, NaN for the rest."""
+        largest, least = np.split(self.read(), 2)
+        with np.errstate(all="ignore"):
+            gap = np.where(largest > 0, (largest + least) / largest, 0.0)
+        return np.where(replicated, gap, np.nan)

@@ -1,0 +1,141 @@
+"""Which ranks train one model together, and what each of them holds of it: DDP, FSDP2, tensor parallel (DTensor).
+
+Nothing here communicates; everything is read from the modules, parameters and process groups as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flowscope.probes.payload import Sharing
+from flowscope.probes.sharing import owned_by
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks whose numbers add up.
+
+    Attributes:
+        process_group: what the sum is made in.
+        kind: "DDP", "FSDP2", "tensor parallel" or "" (several processes, and nothing shows that they train together).
+        averaged: over how many ranks gradients are averaged.
+        states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
+    """
+
+    process_group: Any
+    kind: str
+    averaged: float
+    states: bool
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return int(dist.get_world_size(self.process_group))
+
+    @property
+    def first_rank(self) -> int:
+        """The global rank of the first of them."""
+        return int(dist.get_process_group_ranks(self.process_group)[0])
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of them."""
+        return bool(dist.get_rank() == self.first_rank)
+
+    def sharing(self, parameters: list[Tensor | None], device: torch.device) -> Sharing:
+        """This rank's share in the sum."""
+        owned = owned_by(parameters, first=self.first, first_rank=self.first_rank)
+        return Sharing(self.size, device, self.states, self.averaged, owned)
+
+
+def several_processes() -> bool:
+    """Whether torch.distributed runs with more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first_process() -> bool:
+    """Whether this process writes: rank 0, also where a launcher has set ranks and the group is not made yet."""
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or int(os.environ.get("RANK", "0")) == 0
+
+
+def find_group(model: nn.Module) -> Group | None:
+    """Return the ranks that train `model` together; None where they hold it in a way that is not known.
+
+    With DDP (around the model, inside it, or found among the living objects) it is DDP's group; with sharded or tensor
+    parallel parameters the ranks of their mesh, or all where DDP or FSDP2 and tensor parallelism are combined.
+    """
+    sharded = [p for p in model.parameters() if hasattr(p, "device_mesh")]
+    replicas = _ddp_of(model)
+    if not sharded:
+        if replicas is None:
+            return Group(dist.group.WORLD, "", float(dist.get_world_size()), True)
+        size = float(dist.get_world_size(replicas.process_group))
+        return Group(replicas.process_group, "DDP", size, True)
+    mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
+    data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
+    everyone = _group_of(mesh, data_parallel if replicas is not None else None)
+    if everyone is None:
+        return None
+    first = dist.get_process_group_ranks(everyone)[0]
+    if data_parallel is None:
+        return Group(everyone, "tensor parallel", 1.0, dist.get_rank() == first)
+    divisor = dist.get_world_size(data_parallel) if replicas is not None else _fsdp_divisor(model, data_parallel)
+    states = first in dist.get_process_group_ranks(data_parallel)
+    return Group(everyone, "DDP" if replicas is not None else "FSDP2", float(divisor), states)
+
+
+def _group_of(mesh: Any, replicas: Any) -> Any:
+    """The group of all ranks of a mesh (and of its replicas), None where no such group exists."""
+    size = mesh.size() * (dist.get_world_size(replicas) if replicas is not None else 1)
+    if size == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh.get_group() if mesh.ndim == 1 and replicas is None else None
+
+
+def _ddp_of(model: nn.Module) -> Any:
+    """The DDP module around the model or in it, None where there is none."""
+    kind = nn.parallel.DistributedDataParallel
+    for module in model.modules():
+        if isinstance(module, kind):
+            return module
+    mine = {id(p) for p in model.parameters()}
+    # the inner module does not know its wrapper; once a scope
+    for found in gc.get_objects():
+        if kind in type(found).__mro__ and any(id(p) in mine for p in found.parameters()):
+            return found
+    return None
+
+
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    return [state for state in states if state is not None]
+
+
+def _fsdp_group(model: nn.Module) -> Any:
+    """The ranks over which FSDP2 averages gradients, None without FSDP2."""
+    states = _fsdp_states(model)
+    if not states:
+        return None
+    mesh = states[0].mesh_info.mesh
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else None
+
+
+def _fsdp_divisor(model: nn.Module, group: Any) -> float:
+    """FSDP2's own division of the summed gradients: the number of ranks unless it was set."""
+    factor = getattr(_fsdp_states(model)[0], "gradient_divide_factor", None)
+    return float(factor) if factor else float(dist.get_world_size(group))
