@@ -1,0 +1,143 @@
+"""Runs a case once, with flowscope at its defaults and a spectator for the others' rules, and keeps what was seen.
+
+The records are kept too (`runs/faults`), so that changed detectors are asked again without training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import flowscope
+from benchmarks.faults import rules
+from benchmarks.faults.case import Case, Draw, Program, Shown
+from benchmarks.faults.numbers_seen import Spectator
+from benchmarks.faults.scoring import OURS, Run
+from flowscope.config import WatchConfig
+from flowscope.detectors import DetectorSet
+from flowscope.records import Alert, Record, RunHeader
+from flowscope.sinks import JsonlSink
+
+FOLDER = Path("runs/faults")
+
+
+class Replayable:
+    """Keeps header and records of a run as they were seen by the detectors."""
+
+    def __init__(self) -> None:
+        self.header: RunHeader | None = None
+
+    def write(self, event: object) -> None:
+        """Take the header."""
+        if isinstance(event, RunHeader):
+            self.header = event
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def folder_of(case: Case, draw: Draw, root: Path = FOLDER) -> Path:
+    """Where one run is kept."""
+    return root / case.id / (f"seed{draw.seed}" if draw.variation is None else f"variation{draw.variation}")
+
+
+def train(program: Program, folder: Path | None) -> tuple[list[Alert], Spectator, Shown]:
+    """The whole run."""
+    alerts: list[Alert] = []
+    losses: list[float] = []
+    sinks: list[Any] = [JsonlSink(folder)] if folder is not None else []
+    with flowscope.watch(
+        program.model, program.optimizer, on_alert=alerts.append, sinks=sinks, **program.watch
+    ) as scope:
+        spectator = Spectator(program)
+        for k in range(program.steps):
+            spectator.begin(k)
+            loss = program.step(k)
+            scope.step(loss=loss)
+            spectator.end(k, loss)
+            losses.append(float(loss))
+    spectator.close()
+    quality = program.quality() if program.quality is not None else -losses[-1]
+    return alerts, spectator, Shown(losses, quality)
+
+
+def run_case(case: Case, draw: Draw, *, root: Path | None = FOLDER) -> Run:
+    """Run a case and return what `scoring` reads; with `root` it is kept there and not trained again."""
+    if case.ranks > 1:
+        from benchmarks.faults.ranks import run_ranks
+
+        return run_ranks(case, draw, root)
+    folder = folder_of(case, draw, root) if root is not None else None
+    if folder is not None and (folder / "run.json").exists():
+        return json.loads((folder / "run.json").read_text())
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(draw.seed)
+        program = case.build(draw)
+        alerts, spectator, shown = train(program, folder)
+    run = describe(case, draw, program, shown)
+    run["alarms"] = {OURS: plain(alerts)}
+    for name in rules.RULES:
+        found = rules.apply(name, spectator.probes, program.steps, program.epoch)
+        run["alarms"][name] = [[step, kind, where, "warning"] for step, kind, where in found]
+    run["seconds"] = round(time.perf_counter() - started, 2)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(run, default=float))
+    return run
+
+
+def describe(case: Case, draw: Draw, program: Program, shown: Shown) -> Run:
+    """All of a run but its alarms."""
+    quality = shown.quality if math.isfinite(shown.quality) else None
+    return {
+        "case": case.id,
+        "title": case.title,
+        "family": case.family,
+        "score": case.score,
+        "kinds": list(case.kinds),
+        "place": program.place,
+        "first": program.first,
+        "seed": draw.seed,
+        "variation": draw.variation,
+        "taken": draw.taken,
+        "wrong": program.shows(shown),
+        "quality": quality,
+        "loss": [float(f"{loss:.4g}") for loss in shown.losses[:: max(1, len(shown.losses) // 10)]],
+    }
+
+
+def plain(alerts: Sequence[Alert]) -> list[list[Any]]:
+    """Raised alerts as [step, kind, where, severity]; the step is the record's, `since` may be earlier."""
+    return [[a.step, a.kind, a.where, a.severity] for a in alerts if a.state == "raised"]
+
+
+def replay(run: Run, folder: Path) -> Run:
+    """The run with the alarms that today's detectors raise on its kept records."""
+    alerts: list[Alert] = []
+    detectors, header = DetectorSet(WatchConfig()), None
+    for line in (folder / "flowscope.jsonl").read_text().splitlines():
+        data = json.loads(line)
+        if data["type"] == "run":
+            header = RunHeader.from_json(data)
+        elif data["type"] == "record" and header is not None:
+            alerts += detectors.check(Record.from_json(data, header), header)
+    return {**run, "alarms": {**run["alarms"], OURS: plain(alerts)}}
+
+
+def quiet_torch() -> None:
+    """One thread: the runs are small, and others may run beside."""
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")

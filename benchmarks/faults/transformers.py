@@ -1,0 +1,348 @@
+"""Deep residual decoders and the connections that `wrap` gives them: what no published corpus of faults has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import flowscope
+from benchmarks.faults.case import Catalogue, Draw, Program, Shown, names, plain_step
+from benchmarks.faults.data import markov
+from benchmarks.faults.models import Decoder, word_loss
+
+case = Catalogue("deep transformers")
+BLIND = ("token_collapse", "vanishing_gradient", "rank_collapse", "representation_collapse")
+BLOCKS = names("embed", "blocks", "final")
+
+
+def decoder(draw: Draw, model: nn.Module, lr: float, steps: int, batch: int = 16, lag: int = 1, **known) -> Program:
+    """AdamW, the Markov chain's words."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    step = plain_step(model, optimizer, markov(batch, 16, draw.seed, lag), word_loss)
+    return Program(model, optimizer, step, steps, **known)
+
+
+def stuck(bar: float = 2.3):
+    """The loss stays where the last word tells nothing (2.5 without, 1.3 with it)."""
+    return lambda shown: None if not shown.last_loss < bar else f"loss {shown.last_loss:.2f}"
+
+
+def learned(bar: float = 1.9):
+    return lambda shown: None if shown.last_loss < bar else f"loss {shown.last_loss:.2f}"
+
+
+@case("T01", "Post-LN, 24 blocks, no warm-up", *BLIND)
+def post_ln(draw: Draw) -> Program:
+    model = Decoder("post", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 100, shows=stuck(), place=BLOCKS)
+
+
+@case("T02", "Post-LN with keel gates that start at +2", *BLIND)
+def post_ln_gate(draw: Draw) -> Program:
+    model = Decoder("post", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
+    flowscope.wrap(model, mode="keel", init_bias=draw.pick("bias", 2.0, 1.5, 3.0))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 100, shows=stuck(), place=BLOCKS)
+
+
+@case("T03", "Pre-LN, a rate a hundred times too high", *BLIND, "update_too_large", "exploding_gradient")
+def pre_ln_collapse(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 12, 10, 16), draw.pick("width", 32, 48))
+    return decoder(draw, model, draw.factor("lr", 0.3, 1.3), 100, shows=stuck(), place=r".*")
+
+
+@case("T04", "words drowned in a common offset of the embedding", *BLIND)
+def common_offset(draw: Draw) -> Program:
+    model = Decoder("post", draw.pick("depth", 12, 10, 16), draw.pick("width", 32, 48))
+    with torch.no_grad():
+        model.position.add_(draw.factor("offset", 300.0, 1.5) * torch.randn(model.position.shape[1]))
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.3), 80, shows=stuck(), place=BLOCKS)
+
+
+@case("T05", "no norm at all, one block at many times the gain", "exploding_gradient", "update_too_large", "non_finite")
+def loud_block(draw: Draw) -> Program:
+    depth = draw.pick("depth", 12, 10, 14)
+    model = Decoder("none", depth)
+    bad = draw.pick("block", 5, 3, 7)
+    gain = draw.factor("gain", 5.0, 1.2)
+    with torch.no_grad():
+        for name, parameter in model.blocks[bad].named_parameters():
+            if name.endswith("weight"):
+                parameter.mul_(gain)
+    place = names(rf"blocks\.{bad}")
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, shows=stuck(1.9), place=place)
+
+
+@case("T06", "gates closed from the start", "gate_saturation")
+def closed_gates(draw: Draw) -> Program:
+    model = Decoder(draw.pick("norm", "pre", "post"), draw.pick("depth", 8, 6, 10))
+    mode = draw.pick("mode", "keel", "highway")
+    flowscope.wrap(model, mode=mode, init_bias=-draw.factor("bias", 12.0, 1.3))
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
+
+
+@case("T07", "gates of one block closed", "gate_saturation")
+def closed_block(draw: Draw) -> Program:
+    model = Decoder(draw.pick("norm", "pre", "post"), draw.pick("depth", 8, 6, 10))
+    flowscope.wrap(model, mode="keel")
+    bad, bias = draw.pick("block", 3, 1, 2, 4), draw.factor("bias", 14.0, 1.2)
+    with torch.no_grad():
+        for name, parameter in model.blocks[bad].named_parameters():
+            if name.endswith(("gates.0.bias", "gates.1.bias")):
+                parameter.fill_(-bias)
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names(rf"blocks\.{bad}"))
+
+
+def hyper_sites(model: nn.Module):
+    """The static matrices [n + 2, n] of every site: read, residual, write."""
+    return [p for name, p in model.named_parameters() if name.endswith("static")]
+
+
+@case("T08", "hyper-connections in which one stream takes all", "stream_collapse", "mixing_gain")
+def one_stream(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 8, 6, 10))
+    flowscope.wrap(model, mode=draw.pick("mode", "dhc", "shc"), streams=draw.pick("streams", 4, 3))
+    chosen = draw.pick("stream", 0, 1, 2)
+    with torch.no_grad():
+        for static in hyper_sites(model):
+            static[0].zero_()
+            static[0, chosen] = 1.0
+            static[-1].zero_()
+            static[-1, chosen] = static.shape[1]
+    return decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 60, place=names("blocks"))
+
+
+@case("T09", "hyper-connections whose streams became copies", "stream_collapse", "mixing_gain")
+def copied_streams(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 8, 6, 10))
+    flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
+    with torch.no_grad():
+        for static in hyper_sites(model):
+            static.copy_(torch.full_like(static, 1 / static.shape[1]))
+            static[-1] = 1.0
+    return decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 60, place=names("blocks"))
+
+
+@case("T10", "unconstrained mixing that amplifies with depth", "mixing_gain", "exploding_gradient")
+def amplifying(draw: Draw) -> Program:
+    depth = draw.pick("depth", 12, 10, 14)
+    model = Decoder("pre", depth)
+    flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
+    total = draw.factor("total", 3e4, 3)
+    with torch.no_grad():
+        for static in hyper_sites(model):
+            static[1:-1].mul_(total ** (1 / (2 * depth)))
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
+
+
+@case("T11", "mixing that loses the carried state", "mixing_gain", "vanishing_gradient")
+def forgetting(draw: Draw) -> Program:
+    depth = draw.pick("depth", 12, 10, 14)
+    model = Decoder("pre", depth)
+    flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
+    total = draw.factor("total", 3e4, 3)
+    with torch.no_grad():
+        for static in hyper_sites(model):
+            static[1:-1].div_(total ** (1 / (2 * depth)))
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
+
+
+@case("T12", "deep Pre-LN whose blocks fade to copies", "representation_collapse", "vanishing_gradient")
+def fading(draw: Draw) -> Program:
+    """Weight decay of branches so strong that each block ends as the identity."""
+    model = Decoder("pre", draw.pick("depth", 12, 10, 14), tied=True)
+    branches = [p for n, p in model.named_parameters() if "attention" in n or "mlp" in n]
+    ids = {id(p) for p in branches}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    rate = draw.factor("lr", 1e-3, 1.2)
+    groups = [
+        {"params": branches, "weight_decay": draw.factor("decay", 150.0, 1.2)},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate)
+    step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss)
+    norms = [float(p.norm()) for p in branches if p.dim() > 1]
+
+    def share() -> float:
+        now = [float(p.norm()) for p in branches if p.dim() > 1]
+        return sum(now) / sum(norms)
+
+    def shows(shown: Shown) -> str | None:
+        return None if shown.quality < 0.05 else f"branches keep {shown.quality:.2f} of their weights"
+
+    return Program(model, optimizer, step, 120, share, shows, 0, names("blocks"), accuracy=False)
+
+
+healthy = Catalogue("controls: transformers", healthy=True)
+
+
+def wrapped(name: str, title: str, norm: str, mode: str, depth: int, lr: float = 2e-3, bar: float = 2.0, **options):
+    """Registers a healthy decoder under a connection."""
+
+    @healthy(name, title)
+    def build(draw: Draw) -> Program:
+        model = Decoder(norm, draw.pick("depth", depth, depth - 2, depth + 4), draw.pick("width", 32, 48))
+        flowscope.wrap(model, mode=mode, **options)
+        return decoder(draw, model, draw.factor("lr", lr, 1.4), 150, shows=learned(bar))
+
+    return build
+
+
+wrapped("T91", "DeepNorm, 24 blocks", "post", "deepnorm", 24)
+wrapped("T92", "Keel as published, 24 blocks", "post", "keel-postln", 24)
+wrapped("T93", "Post-LN with keel gates that start toward carry", "post", "keel", 16)
+wrapped("T94", "Pre-LN with keel gates", "pre", "keel", 8)
+wrapped("T95", "dynamic hyper-connections", "pre", "dhc", 8)
+wrapped("T96", "manifold-constrained hyper-connections", "pre", "mhc", 6)
+
+
+@healthy("T97", "Pre-LN, 24 blocks")
+def pre_ln(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 120, shows=learned())
+
+
+@healthy("H09", "small Pre-LN decoder")
+def small(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 3, 2, 4), draw.pick("width", 32, 48))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 250, 32, shows=learned(1.7))
+
+
+@healthy("T98", "a lag that only attention can bridge")
+def lagged(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 4, 3, 5), draw.pick("width", 32, 48))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 250, 32, lag=2)
+
+
+@healthy("T99", "weight-shared blocks")
+def shared(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 6, 4, 8), shared=True)
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 150, shows=learned())
+
+
+@healthy("T81", "tied embedding and head")
+def tied(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 6, 4, 8), tied=True)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+
+
+class LayerScale(nn.Module):
+    """A branch scaled by a small learned vector."""
+
+    def __init__(self, module: nn.Module, width: int, start: float) -> None:
+        super().__init__()
+        self.module, self.scale = module, nn.Parameter(torch.full((width,), start))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x) * self.scale
+
+
+@healthy("T82", "LayerScale at 1e-4 and at 0 (ReZero)")
+def layer_scale(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 12, 8, 16))
+    start = draw.pick("start", 1e-4, 0.0, 1e-2)
+    for block in model.blocks:
+        block.attention, block.mlp = LayerScale(block.attention, 32, start), LayerScale(block.mlp, 32, start)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+
+
+@healthy("T83", "head that starts at zero")
+def zero_head(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 6, 4, 8))
+    nn.init.zeros_(model.head.weight)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+
+
+class Adapter(nn.Module):
+    """A frozen layer and a low-rank change of it: W x + B A x, B = 0 at the start."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def pretrain(model: nn.Module, draw: Draw, steps: int = 60) -> None:
+    """Some steps on another chain's words."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    step = plain_step(model, optimizer, markov(32, 16, draw.seed + 50, lag=2), word_loss)
+    for k in range(steps):
+        step(k)
+    model.zero_grad()
+
+
+@healthy("T84", "low-rank adapters in a frozen decoder")
+def adapters(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 4, 3, 6))
+    pretrain(model, draw)
+    model.requires_grad_(False)
+    rank = draw.pick("rank", 4, 2, 8)
+    for block in model.blocks:
+        block.attention.qkv = Adapter(block.attention.qkv, rank)
+        block.mlp[0] = Adapter(block.mlp[0], rank)
+    model.head = Adapter(model.head, rank)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=draw.factor("lr", 5e-3, 1.4))
+    step = plain_step(model, optimizer, markov(32, 16, draw.seed), word_loss)
+    return Program(model, optimizer, step, 150, shows=learned(2.3))
+
+
+@healthy("T85", "fine-tuning with a frozen body")
+def frozen_body(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 4, 3, 6))
+    pretrain(model, draw)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=draw.factor("lr", 1e-2, 1.4))
+    step = plain_step(model, optimizer, markov(32, 16, draw.seed), word_loss)
+    return Program(model, optimizer, step, 150, shows=learned(2.2))
+
+
+@healthy("T86", "Post-LN, 6 blocks, warm-up and cosine decay")
+def post_ln_warmed(draw: Draw) -> Program:
+    from benchmarks.faults.updates import scheduled_program
+
+    model = Decoder("post", draw.pick("depth", 6, 4, 8))
+    return scheduled_program(draw, decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 200, shows=learned(2.0)))
+
+
+@healthy("T87", "large batch")
+def large_batch(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 3, 2, 4))
+    return decoder(draw, model, draw.factor("lr", 3e-3, 1.4), 100, 256, shows=learned(2.0))
+
+
+@healthy("T88", "tiny loss scale, Adam")
+def tiny_loss(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 6, 4, 8))
+    scale = draw.factor("scale", 1e-6, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 2e-3, 1.4), eps=1e-16)
+    step = plain_step(model, optimizer, markov(16, 16, draw.seed), lambda m, b: scale * word_loss(m, b))
+    shows = lambda shown: None if shown.last_loss < 1.9 * scale else f"loss {shown.last_loss / scale:.2f}"  # noqa: E731
+    return Program(model, optimizer, step, 150, shows=shows)
+
+
+@healthy("T89", "clipped to 1, warm-up, gradient accumulation")
+def accumulated(draw: Draw) -> Program:
+    from benchmarks.faults.updates import scheduled_program
+
+    model = Decoder("pre", draw.pick("depth", 4, 3, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 2e-3, 1.4))
+    data = markov(16, 16, draw.seed)
+    parts = draw.pick("parts", 4, 2, 3)
+
+    def step(k: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for _ in range(parts):
+            loss = word_loss(model, next(data)) / parts
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return total
+
+    return scheduled_program(draw, Program(model, optimizer, step, 150, shows=learned(2.0)))
