@@ -88,6 +88,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(IN, D), nn.ReLU(), nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, OUT))
 
 
+def normalised() -> nn.Module:
+    norm = nn.BatchNorm1d(D)
+    return nn.Sequential(nn.Flatten(), nn.Linear(T * IN, D), norm, nn.Linear(D, T * OUT), nn.Unflatten(1, (T, OUT)))
+
+
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
     def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -200,7 +205,15 @@ def recorded() -> set[str]:
     example = batches()[0][0]
     modes = ("highway", "keel-postln", "dhc")
     wrapped = [flowscope.wrap(Transformer(), mode, example_inputs=example) for mode in modes]
-    for model in (Transformer(), mlp(), Recurrent(fused=True), Recurrent(fused=False), Concatenating(), *wrapped):
+    for model in (
+        Transformer(),
+        mlp(),
+        normalised(),
+        Recurrent(fused=True),
+        Recurrent(fused=False),
+        Concatenating(),
+        *wrapped,
+    ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"console": "off", "slow_every": 1, "branch_alignment": True}
         with flowscope.watch(model, optimizer, config=config) as scope:

@@ -82,6 +82,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "effective_rank": ("Depth", "How many directions the tokens of a sequence use. At 1 they are one vector.", "log"),
     "dead_fraction": ("Depth", "Share of units that are off for the whole batch. Healthy: under 0.1.", "linear"),
     "saturation": ("Depth", "Share of values in the flat tails of tanh or sigmoid. Healthy: under 0.5.", "linear"),
+    "norm_gap": (
+        "Depth",
+        "Distance of BatchNorm's running statistics from those of the batches. Healthy: under 1 after 100 updates.",
+        "linear",
+    ),
     "gate_mean": ("Gates", "Mean gate t by depth (band 5 to 95 %): the weight of the branch at each site.", "linear"),
     "gate_std": ("Gates", "Spread of the gate within a site.", "linear"),
     "gate_saturation": ("Gates", "Share of gate values that are stuck open or shut. Healthy: under 0.5.", "linear"),
@@ -151,6 +156,7 @@ _OF_THE_MODEL = {
     "connection_grad_norm",
     "connection_grad_norm_generators",
     "dead_fraction",
+    "norm_gap",
     "saturation",
     "update_ratio",
 }

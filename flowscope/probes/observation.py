@@ -21,6 +21,7 @@ from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.raw_gradients import RawGradients
 from flowscope.probes.recurrent import Replay
@@ -56,6 +57,7 @@ class Observation:
         of_parameters = "parameters" in config.metrics
         self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
         self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
+        self.norms = NormGapObserver(model, self.switch, hooks) if of_parameters else None
         self._first = True
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
@@ -214,6 +216,8 @@ class Observation:
         if self.units is not None:
             self.units.end_step()
             self.faults.guard("units", self.units.take)
+        if self.norms is not None:
+            self.faults.guard(self.norms.PART, self.norms.take)
         if self.parameters is not None:
             self.parameters.drop()
 

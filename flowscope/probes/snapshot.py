@@ -14,6 +14,7 @@ from flowscope.probes import matrices, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.gates import GateObserver
+from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, grad_norms
@@ -42,6 +43,8 @@ class Snapshot:
         self._parameters = self._take_parameters()
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
+        norms = observation.faults.guard(NormGapObserver.PART, observation.norms.take) if observation.norms else None
+        self._norms = [(self._keep([t]), p) for t, p in norms or ()]
         self._replays = [
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
@@ -125,6 +128,7 @@ class Snapshot:
         out.family()
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
         self._observation.faults.guard("units", self._unit_family, out, host)
+        self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
         return out.finish(), out.layouts
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
@@ -217,6 +221,13 @@ class Snapshot:
                 for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
                     out.add(name, array, labels)
             out.family()
+
+    def _norm_family(self, out: RecordBuilder, host: list[Array]) -> None:
+        gaps = {probe: probe.gap(host[where][0]) for where, probe in self._norms}
+        if gaps:
+            probes = self._observation.norms.probes if self._observation.norms is not None else []
+            values = np.array([gaps.get(probe, np.nan) for probe in probes])
+            out.add("norm_gap", values, [probe.label for probe in probes])
 
     def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
         observation = self._observation

@@ -1,0 +1,128 @@
+"""How far the running statistics of BatchNorm-like modules are from the batches they see in training.
+
+Evaluation uses the running statistics, training the batch's: where the two differ the model that is evaluated is not
+the one that is trained. No evaluation pass is needed to see it.
+
+Axis letters: B batch, C channels, P positions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.discovery.plan import display_path
+from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.layout import floating_tensors, is_compiling
+
+ENTRIES = 4096
+"""Entries of a channel that are looked at, about: evenly spaced positions, and samples where there are more of them."""
+RECORDS = 4
+"""The batches' statistics are averaged over about so many records, so that the noise of one batch does not count."""
+
+Array = NDArray[np.float64]
+
+
+class NormProbe:
+    """The batch statistics that one module saw in the step under way."""
+
+    def __init__(self, label: str, module: nn.Module) -> None:
+        self.label, self.module = label, module
+        self.eps = float(getattr(module, "eps", 0.0))
+        self.sums: Tensor | None = None
+        self.calls = 0
+        self.average: Array | None = None
+        self.records = 0
+
+    def add(self, x: Tensor) -> None:
+        """Count the mean and the variance of a batch [B, C, ...]."""
+        variance, mean = torch.var_mean(some_of(x).float(), [0, *range(2, x.dim())], correction=1)
+        both = torch.stack([mean, variance])
+        self.sums = both if self.sums is None else self.sums + both
+        self.calls += 1
+
+    def take(self) -> Tensor | None:
+        """Return [4, C]: mean and variance of the batches, running mean and variance; and start again."""
+        sums, calls, self.sums, self.calls = self.sums, self.calls, None, 0
+        running: list[Any] = [self.module.running_mean, self.module.running_var]
+        if sums is None or any(x is None or x.shape != sums.shape[1:] or x.device != sums.device for x in running):
+            return None
+        return torch.cat([sums / calls, torch.stack(running).to(sums.dtype)])
+
+    def gap(self, taken: Array) -> float:
+        """The gap, with the batch statistics averaged over the last records."""
+        self.records = min(self.records + 1, RECORDS)
+        if self.average is None or not np.isfinite(self.average).all():
+            self.average, self.records = taken[:2], 1
+        else:
+            self.average = self.average + (taken[:2] - self.average) / self.records
+        return norm_gap(*self.average, *taken[2:], eps=self.eps)
+
+
+class NormGapObserver:
+    """The modules of a model that keep running statistics."""
+
+    PART = "norm gaps"
+
+    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
+        self._switch = switch
+        self.probes: list[NormProbe] = []
+        for path, module in model.named_modules():
+            if keeps_statistics(module):
+                probe = NormProbe(display_path(path), module)
+                hooks.after(module, self.PART, partial(self._after, probe), switch)
+                self.probes.append(probe)
+
+    def _after(self, probe: NormProbe, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del output
+        if self._switch.paused or is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        x = next(floating_tensors((args, kwargs)), None)
+        if x is not None and x.dim() >= 2 and x.shape[1] == _channels(module):
+            with torch.no_grad():
+                probe.add(x.detach())
+
+    def take(self) -> list[tuple[Tensor, NormProbe]]:
+        """Return what the modules saw in this step (`NormProbe.gap` reads it), and start again."""
+        taken = [(probe.take(), probe) for probe in self.probes]
+        return [(tensor, probe) for tensor, probe in taken if tensor is not None]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by the batch in training and by running statistics in evaluation."""
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # its statistics are those of single samples
+        return False
+    kept = module._buffers.get("running_mean"), module._buffers.get("running_var")
+    return getattr(module, "track_running_stats", True) and all(isinstance(buffer, Tensor) for buffer in kept)
+
+
+def some_of(x: Tensor) -> Tensor:
+    """Return a view of x [B, C, ...] with about `ENTRIES` evenly spaced entries a channel."""
+    count = x.numel() // max(1, x.shape[1])
+    for axis in (2, 3, 0):
+        if count > ENTRIES and axis < x.dim():
+            step = min(x.shape[axis], -(-count // ENTRIES))
+            x = x[(slice(None),) * axis + (slice(None, None, step),)]
+            count = x.numel() // x.shape[1]
+    return x
+
+
+def norm_gap(mean: Array, variance: Array, running_mean: Array, running_variance: Array, *, eps: float) -> float:
+    """Return the median over channels of |running mean - mean| / s + |ln(running s / s)|, s^2 = variance + eps.
+
+    In units of the batch's standard deviation. All arrays [C]. NaN where the median channel is not finite.
+    """
+    with np.errstate(all="ignore"):
+        deviation, running = np.sqrt(variance + eps), np.sqrt(running_variance + eps)
+        gaps = np.abs(running_mean - mean) / deviation + np.abs(np.log(running / deviation))
+    return float(np.median(np.where(np.isinf(gaps), np.nan, gaps))) if gaps.size else float("nan")
+
+
+def _channels(module: nn.Module) -> int:
+    kept = module._buffers.get("running_mean")
+    return int(kept.shape[0]) if kept is not None and kept.dim() else 0
