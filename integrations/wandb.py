@@ -39,7 +39,7 @@ class WandbSink:
         run: what `wandb.init` returned; None takes the current run.
         metrics: names of the metrics to log.
         prefix: of all names.
-        notify: severities that are also sent as `run.alert` (mail, Slack), which goes by itself at most once a raise.
+        notify: severities that are also sent as `run.alert` (mail, Slack).
 
     Raises:
         FlowscopeError: there is no run.
@@ -73,9 +73,9 @@ class WandbSink:
             self._standing.take(event)
             self._rows.append([getattr(event, name) for name in COLUMNS])
             if event.state == "raised" and event.severity in self._notify:
-                # at most 64 characters; flowscope's own hysteresis already limits how often
+                # less than 64 characters; 1 s, since 0 means a minute: flowscope's own hysteresis limits how often
                 title = f"flowscope: {event.kind}"[:63]
-                self._run.alert(title, str(event), level=LEVELS[event.severity], wait_duration=0)
+                self._run.alert(title, str(event), level=LEVELS[event.severity], wait_duration=1)
 
     def close(self) -> None:
         """Log the table of the alerts, once."""
