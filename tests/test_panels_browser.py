@@ -253,6 +253,25 @@ def test_everything_can_be_reached_with_the_keyboard(opened: tuple[Watched, Any]
     panels.locator(".detail").wait_for()
 
 
+def test_a_slow_older_answer_does_not_overwrite_a_newer_choice(opened: tuple[Watched, Any]) -> None:
+    """Pinning asks the server for a record; what is chosen while the answer is on its way stands."""
+    watched, panels = opened
+    late: list[Any] = []
+    panels.locator(".chip", has_text="first").wait_for()
+    # the tab's requests go to the server, the report has its data within: nothing to hold back there
+    watched.page.route(re.compile(r"/record\?"), lambda route: late.append(route))
+    canvas = panels.locator("figure.heat canvas").first
+    canvas.focus()
+    # pinned, and taken out again while the answer is on its way
+    for key in ("ArrowLeft", "ArrowDown", "Enter", "Enter"):
+        watched.page.keyboard.press(key)
+    watched.page.wait_for_timeout(200)
+    for route in late:
+        route.continue_()
+    watched.page.wait_for_timeout(500)
+    assert panels.locator(".chip").all_inner_texts() == ["first (0)", "last (15)"]
+
+
 def test_new_records_appear_by_themselves(browser: Any, tmp_path: Path) -> None:
     from panels_run import record
 
