@@ -81,6 +81,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "branch_alignment": ("Depth", "Mean diagonal of the branch's Jacobian, estimated.", "linear"),
     "effective_rank": ("Depth", "How many directions the tokens of a sequence use. At 1 they are one vector.", "log"),
     "dead_fraction": ("Depth", "Share of units that are off for the whole batch. Healthy: under 0.1.", "linear"),
+    "dead_lasting": (
+        "Depth",
+        "Share of units off at each of the last 32 positions or more. Healthy: under 0.4; alert over 0.7.",
+        "linear",
+    ),
     "saturation": ("Depth", "Share of values in the flat tails of tanh or sigmoid. Healthy: under 0.5.", "linear"),
     "norm_gap": (
         "Depth",
@@ -143,6 +148,7 @@ _BANDS = {"cosine": ("cosine_p05", "cosine_p95"), "gate_mean": ("gate_p05", "gat
 _LIMITS = {"gradient_product": ("vanishing_product", "exploding_product"), "token_cosine": ("token_cosine",)}
 _SHARES = {
     "dead_fraction",
+    "dead_lasting",
     "saturation",
     "gate_mean",
     "gate_saturation",
@@ -156,6 +162,7 @@ _OF_THE_MODEL = {
     "connection_grad_norm",
     "connection_grad_norm_generators",
     "dead_fraction",
+    "dead_lasting",
     "norm_gap",
     "saturation",
     "update_ratio",

@@ -240,6 +240,11 @@ class Snapshot:
         )
         for name, array in metrics.items():
             out.add(name, array, labels[name])
+        if "dead_fraction" in metrics:
+            by_label = {p.label: p for p in vectors}
+            dead = [by_label[label] for label in labels["dead_fraction"]]
+            lasting = np.array([p.lasting(vectors[p][2:]) for p in dead])
+            out.add("dead_lasting", lasting, labels["dead_fraction"])
 
 
 def added(parts: list[Array], columns: int) -> Array:
