@@ -60,9 +60,7 @@ class UnitProbe:
         self._window: tuple[NDArray[np.bool_], int] | None = None
         self._lasting = math.nan
 
-    def deposit(
-        self, key: tuple[int, int], on: Tensor, sums: Tensor | None, positions: int, gradient: Tensor
-    ) -> None:
+    def deposit(self, key: tuple[int, int], on: Tensor, sums: Tensor | None, positions: int, gradient: Tensor) -> None:
         """Add what the forward counted, now that its gradient arrived; `key` is (call within the forward, units)."""
         del gradient
         if key[0] == 0:
