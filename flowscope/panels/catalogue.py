@@ -123,6 +123,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "param_grad_norm_raw": ("Parameters", "Gradient as backward left it, before clipping.", "log"),
     "clip_ratio": ("Parameters", "Gradient norm after clipping over before. 1: not clipped.", "log"),
     "param_norm": ("Parameters", "Norm of each parameter.", "log"),
+    "weight_spread": (
+        "Parameters",
+        "Relative spread between the rows (units) of a matrix. At 0 all units are one. Grey: zeros or frozen.",
+        "log",
+    ),
     "param_unchanged": (
         "Parameters",
         "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded away.",
@@ -166,6 +171,7 @@ _OF_THE_MODEL = {
     "norm_gap",
     "saturation",
     "update_ratio",
+    "weight_spread",
 }
 
 

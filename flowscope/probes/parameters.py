@@ -22,6 +22,7 @@ from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.norms import Number, norms
 from flowscope.probes.raw_gradients import RawGradients, entries
 from flowscope.probes.weight_samples import WeightSamples
+from flowscope.probes.weight_spread import spreads
 
 SAMPLE_BUDGET = 1 << 22
 ROWS = 7
@@ -56,6 +57,9 @@ class ParameterObserver:
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
         self.raw = RawGradients(self._followed, switch, hooks)
+        self._switch = switch
+        self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
+        self.spreads: list[tuple[list[int], Tensor]] = []
 
     def current(self) -> list[Tensor | None]:
         """The parameters as they are now (they may have been replaced since attaching)."""
@@ -93,6 +97,9 @@ class ParameterObserver:
         live = self._live()
         self.norms = dict(zip(live, norms(list(live.values())), strict=True))
         self._samples.take_before(live)
+        if self._switch.slow:
+            held = {i: live[i] for i in self.matrices if i in live}
+            self.spreads = spreads({i: weight for i, weight in held.items() if _rows(weight)})
 
     def _live(self) -> dict[int, Tensor]:
         return {i: p for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
@@ -147,6 +154,7 @@ class ParameterObserver:
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
+        self.spreads = []
         vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
             for items in columns.values()
@@ -158,6 +166,7 @@ class ParameterObserver:
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
+        self.spreads = []
         self._samples.drop()
 
     def optimized(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
@@ -175,6 +184,11 @@ class ParameterObserver:
             for group in optimizer.param_groups:
                 rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
         return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in self.current()])
+
+
+def _rows(weight: Tensor) -> bool:
+    """Whether a parameter is a matrix with rows to compare."""
+    return weight.dim() >= 2 and weight.shape[0] >= 2 and weight.numel() > 0
 
 
 def _rate(value: Any) -> float:

@@ -15,6 +15,7 @@ from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.norm_gaps import NormGapObserver
+from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, grad_norms
@@ -40,6 +41,8 @@ class Snapshot:
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.buffer.take())
         self._scale = self._take_scale()
+        spreads = observation.parameters.spreads if observation.parameters else []
+        self._spreads = [(self._keep([vector]), numbers) for numbers, vector in spreads]
         self._parameters = self._take_parameters()
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
@@ -215,6 +218,8 @@ class Snapshot:
             for name, array in zip(WIRING, self._wiring, strict=True):
                 out.add(name, array, names)
             out.add("param_is_norm", observation.parameters.is_norm, names)
+            if self._spreads:
+                _weight_spread(out, observation.parameters, [(i, host[where][0]) for where, i in self._spreads])
             norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}
             for site, _ in self._sites:
                 out.within(site.flow)
@@ -245,6 +250,13 @@ class Snapshot:
             dead = [by_label[label] for label in labels["dead_fraction"]]
             lasting = np.array([p.lasting(vectors[p][2:]) for p in dead])
             out.add("dead_lasting", lasting, labels["dead_fraction"])
+
+
+def _weight_spread(out: RecordBuilder, parameters: ParameterObserver, vectors: list[tuple[list[int], Array]]) -> None:
+    spread = np.full(len(parameters.names), np.nan)
+    for numbers, vector in vectors:
+        spread[numbers] = vector
+    out.add("weight_spread", spread[parameters.matrices], [parameters.names[i] for i in parameters.matrices])
 
 
 def added(parts: list[Array], columns: int) -> Array:
