@@ -78,7 +78,7 @@ class UnitProbe:
         """
         held, sums = self.on, self.sums
         self.on, self.sums = {}, None
-        self._taken_positions, self._positions = self._positions, 0
+        positions, self._positions = self._positions, 0
         if any(call >= PLACES for call, _ in held):
             loop: dict[tuple[int, int], Tensor] = {}
             for (_, width), on in held.items():
@@ -86,6 +86,7 @@ class UnitProbe:
             held = loop
         if not held:
             return None
+        self._taken_positions = positions
         units = torch.cat([held[key] for key in sorted(held)])
         units = units.to(wide(units.device))
         return units if sums is None else torch.cat([sums, units])
