@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding
+from flowscope.detectors.detector import Array, Detector, Finding, Flags
 from flowscope.detectors.rates import Course
 from flowscope.records import Record, RunHeader
 
@@ -20,8 +20,8 @@ ENOUGH = 20
 """How many it needs before it says anything."""
 SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-NOISE = 6.0
-"""Standard deviations beyond the level that are no noise."""
+NOISE = 4.0
+"""Standard deviations of single losses beyond the level that the median of five does not reach by noise."""
 LEAST_RISE = 0.1
 """A rise by less than this share of the level, or of what was learned so far, is no spike, however quiet the run."""
 SPAN = 5
@@ -32,8 +32,9 @@ PLATEAU_WINDOW = 200
 """How many of the last losses tell a plateau from slow progress."""
 CHANCE_ABOVE = 0.5
 """Further above the level of guessing, a loss is no cross-entropy at chance but something else (or diverges)."""
-FALLING = 2.0
-"""The second half is lower than the first by this many standard errors of their difference: the loss falls."""
+FALLING = 0.01
+"""Less than this share of the level of guessing in a hundred steps (or than noise) is not falling: so slowly falls a
+network that learns shuffled labels by heart."""
 
 
 def losses_of(record: Record) -> Array:
@@ -68,18 +69,21 @@ class LossSpike(Detector):
         raised = self._rate_rose(record)
         recent = np.array([*self._last, *losses])
         # the median of five: one or two odd batches are no spike
-        padded = np.concatenate([np.full(max(0, SPAN - 1 - len(self._last)), recent[0]), recent])
+        missing = SPAN - 1 - len(self._last)
+        padded = np.concatenate([np.full(missing, recent[0]), recent])
         smooth = np.median(np.lib.stride_tricks.sliding_window_view(padded, SPAN), axis=1)
+        # a loss joins the window when it leaves the five: then it is known whether it began a spike
+        leaving = padded[: losses.size]
         self._last.extend(losses.tolist())
         self._first.extend(losses.tolist()[: SPAN - len(self._first)])
         if len(self._window) < ENOUGH:
-            self._window.extend(losses.tolist())
+            self._window.extend(leaving[missing:].tolist())
             return
-        finding = self._judge(record, losses, smooth, restarted=raised)
+        finding = self._judge(record, leaving, smooth, restarted=raised)
         if finding is not None:
             yield finding
 
-    def _judge(self, record: Record, losses: Array, smooth: Array, *, restarted: bool) -> Finding | None:
+    def _judge(self, record: Record, leaving: Array, smooth: Array, *, restarted: bool) -> Finding | None:
         window = np.array(self._window)
         level = float(np.median(window[-ENOUGH:]))
         # how far single losses usually rise above the ten before them; while the loss falls, not at all
@@ -91,7 +95,7 @@ class LossSpike(Detector):
         least = LEAST_RISE * max(abs(level), progress, 1e-12)
         rise = max(NOISE * spread, self.config.loss_spike * highest, least)
         above = smooth - level
-        self._learn(losses, smooth, above <= rise)
+        self._learn(leaving, above <= rise)
         if not bool((above > rise).any()):
             return (
                 None if bool((above <= rise / self.config.release_factor).all()) else Finding(self.kind, level="near")
@@ -113,16 +117,14 @@ class LossSpike(Detector):
             immediate=True,
         )
 
-    def _learn(self, losses: Array, smooth: Array, usual: np.ndarray) -> None:
-        """Add what is no spike to the window; a level that lasts for ten windows becomes the usual one."""
-        self._outside = 0 if bool(usual[-1]) else self._outside + losses.size
+    def _learn(self, leaving: Array, usual: Flags) -> None:
+        """Add what was no spike to the window; a level that lasts for ten windows becomes the usual one."""
+        self._outside = 0 if bool(usual[-1]) else self._outside + leaving.size
         if self._outside > 10 * WINDOW:
             self._window.clear()
             self._outside = 0
-            usual = np.ones(losses.size, dtype=bool)
-        kept = losses[usual]
-        # a single odd batch may enter: it is part of what is usual here
-        self._window.extend(kept.tolist())
+            usual = np.ones(leaving.size, dtype=bool)
+        self._window.extend(leaving[usual].tolist())
 
     def _rate_rose(self, record: Record) -> bool:
         """Whether the schedule restarted: the rate rose again, within what it was before."""
@@ -190,6 +192,7 @@ class LossPlateau(Detector):
         super().__init__(config)
         self._window: deque[float] = deque(maxlen=PLATEAU_WINDOW)
         self._course = Course()
+        self._seen = 0
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""
@@ -198,16 +201,18 @@ class LossPlateau(Detector):
         self._window.extend(losses.tolist())
         updates = self._course.updates(record)
         working = updates is None or updates.working
-        if losses.size == 0 or width is None or not np.isfinite(width).all() or len(self._window) < PLATEAU_WINDOW:
+        self._seen = min(self._seen + losses.size, self.config.plateau_steps)
+        known = width is not None and width.size == 1 and bool(np.isfinite(width[0]))
+        if losses.size == 0 or width is None or not known or self._seen < self.config.plateau_steps:
             yield Finding(self.kind, level="unseen")
             return
         chance, tolerance = math.log(max(2.0, float(width[0]))), self.config.plateau_drop
         window = np.array(self._window)
         early, late = np.array_split(window, 2)
-        level, noise = float(window.mean()), float(window.std()) / math.sqrt(window.size)
+        level, noise = float(window.mean()), 2 * float(window.std()) / math.sqrt(window.size)
         if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
             return
-        falling = early.mean() - late.mean() > 2 * FALLING * noise
+        falling = early.mean() - late.mean() > max(FALLING * chance, 2 * noise)
         if level < (1 - tolerance) * chance or falling or not working:
             yield Finding(self.kind, level="near")
             return
@@ -226,10 +231,11 @@ class LossPlateau(Detector):
 
     def state_dict(self) -> dict[str, Any]:
         """The last losses and the learning rates' course."""
-        return {"window": list(self._window), "course": self._course.state_dict()}
+        return {"window": list(self._window), "course": self._course.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._window.clear()
         self._window.extend(state["window"])
         self._course.load_state_dict(state["course"])
+        self._seen = state["seen"]

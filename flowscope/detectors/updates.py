@@ -20,6 +20,8 @@ LARGE_RECORDS = 3
 """A parameter that grows out of almost zero doubles once or twice: the third record in a row is no start."""
 LOW_PRECISION = 1e-5
 """A larger machine epsilon than this: fp16 (9.8e-4) and bf16 (7.8e-3)."""
+ALL_TOGETHER = 3.0
+"""All weights together may change by a third of what one tensor may."""
 ENORMOUS = 10.0
 """Beyond this there is nothing to wait for (SageMaker Debugger's WeightUpdateRatio)."""
 
@@ -115,7 +117,7 @@ class UpdateTooSmall(Detector):
 
 
 class UpdateTooLarge(Detector):
-    """A step changes a parameter by more than the largest norm it ever had."""
+    """A step changes a parameter by more than the largest norm it ever had, or all weights by a third of theirs."""
 
     kind = "update_too_large"
 
@@ -137,23 +139,23 @@ class UpdateTooLarge(Detector):
         self._largest = largest
         with np.errstate(all="ignore"):
             relative = np.where(updates.trained, updates.ratio * updates.norm / largest, 0.0)
-        worst, limit = int(np.argmax(relative)), self.config.large_update
-        value = float(relative[worst])
+        worst, limit, overall = int(np.argmax(relative)), self.config.large_update, updates.overall
+        value = float(max(relative[worst], ALL_TOGETHER * overall))
         if value <= limit:
             if value > limit / self.config.release_factor:
                 yield Finding(self.kind, level="near")
             return
-        certain = updates.overall > ENORMOUS or (started and value > ENORMOUS)
+        certain = overall > limit or (started and relative[worst] > ENORMOUS * limit)
         name, rate = parameter_name(record, header, worst), updates.rate[worst]
         at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
         yield Finding(
             self.kind,
             name,
             "error" if certain else "warning",
-            value,
+            max(float(relative[worst]), overall),
             limit,
-            f"the step changes {name} by {value:.3g} times the largest norm it had (limit {limit:.3g}){at_rate}; all "
-            f"weights together change by {updates.overall:.2g} of theirs",
+            f"the step changes all weights together by {overall:.2g} of their norm (limit {limit / ALL_TOGETHER:.2g}), "
+            f"and {name} by {relative[worst]:.2g} of the largest norm it had (limit {limit:.2g}){at_rate}",
             "lower the learning rate (by 10 as a first try), or warm it up",
             immediate=certain,
             records=LARGE_RECORDS,
