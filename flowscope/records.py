@@ -40,13 +40,15 @@ class FlowLayout:
 
     `kind` is one of "blocks" (a stack of residual or other blocks), "stage" (one stage of a convnet), "network" (all
     stages behind each other), "chain" (parametrised layers one after another), "concat" (DenseNet: a point is a
-    layer's new features), "time" (calls or steps of a recurrent layer).
+    layer's new features), "time" (calls or steps of a recurrent layer). `cell` is the class of such a layer ("RNN",
+    "LSTMCell"), else empty.
     """
 
     name: str
     kind: str
     points: tuple[str, ...]
     blocks: tuple[str, ...]
+    cell: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class RunHeader:
             "type": "run",
             "version": self.version,
             "flows": [
-                {"name": f.name, "kind": f.kind, "points": list(f.points), "blocks": list(f.blocks)} for f in self.flows
+                {"name": f.name, "kind": f.kind, "points": list(f.points), "blocks": list(f.blocks)}
+                | ({"cell": f.cell} if f.cell else {})
+                for f in self.flows
             ],
             "labels": {key: list(value) for key, value in self.labels.items()},
             "config": dict(self.config),
@@ -76,7 +80,8 @@ class RunHeader:
     def from_json(cls, data: Mapping[str, Any]) -> RunHeader:
         """Rebuild a header from `to_json`."""
         flows = tuple(
-            FlowLayout(f["name"], f["kind"], tuple(f["points"]), tuple(f["blocks"])) for f in data.get("flows", ())
+            FlowLayout(f["name"], f["kind"], tuple(f["points"]), tuple(f["blocks"]), f.get("cell", ""))
+            for f in data.get("flows", ())
         )
         labels = {key: tuple(value) for key, value in data.get("labels", {}).items()}
         return cls(data.get("version", "?"), flows, labels, data.get("config", {}), data.get("environment", {}))

@@ -23,11 +23,14 @@ ZERO_START_RECORDS = 20
 """A flow that began with exact zeros grows out of them slowly: it gets this many records."""
 DRIFT_CEILING = 30.0
 """A fall counts as drift only below this many times the absolute limit."""
+GATED = ("LSTM", "GRU")
+"""Cells that learn how far they look back: untrained ones forget half of it each step, and train nevertheless."""
 CERTAIN = 100.0
 """Beyond the limit by this factor there is nothing to wait for."""
 
 ADVICE = {
     "time": "use a gated cell (LSTM, GRU), orthogonal recurrent weights, or a shorter truncation",
+    "gated": "if it stays so and the task needs the early steps: start an LSTM's forget-gate bias at 1 or more",
     "chain": "initialise by He (ReLU) or Xavier (tanh), use an activation that does not saturate, or add residual "
     "connections or normalisation",
     "stack": "lower the learning rate or lengthen its warm-up; if the blocks are post-norm, make them pre-norm or call "
@@ -52,7 +55,8 @@ def gradient_flows(record: Record, header: RunHeader) -> Iterator[FlowView]:
 
 def advice_for(view: FlowView, table: Mapping[str, str]) -> str:
     """The advice for this kind of flow."""
-    return table.get(view.layout.kind, table["stack"])
+    gated = view.layout.cell.startswith(GATED) and "gated" in table
+    return table["gated" if gated else view.layout.kind] if gated or view.layout.kind in table else table["stack"]
 
 
 def product_of(view: FlowView) -> Array | None:
@@ -158,7 +162,7 @@ class VanishingGradient(Detector):
         return Finding(
             self.kind,
             view.block(where),
-            "warning" if layout.kind == "time" else "error",
+            ("info" if layout.cell.startswith(GATED) else "warning") if layout.kind == "time" else "error",
             float(product[low]),
             limit,
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "

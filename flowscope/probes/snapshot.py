@@ -138,7 +138,7 @@ class Snapshot:
         points = self._points[id(flow)]
         labels = flow.labels(points)
         blocks = labels[1:]
-        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, blocks))
+        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, blocks, self._cell(flow)))
         picked, calls = self._picked(flow, points, rows)
         metrics = summaries.flow_metrics(picked)
         metrics["forward_calls"], metrics["tracked_calls"] = calls
@@ -156,6 +156,12 @@ class Snapshot:
         for alignment, traces in self._alignments:
             if alignment.flow is flow.flow and traces is not None:
                 out.add("branch_alignment", traces, alignment.labels)
+
+    def _cell(self, flow: FlowObserver) -> str:
+        outputs = flow.flow.outputs
+        if flow.flow.kind != "time" or not outputs:
+            return ""
+        return type(self._observation.model.get_submodule(outputs[-1])).__name__
 
     def _picked(self, flow: FlowObserver, points: list[PointKey], rows: Array) -> tuple[Array, Array]:
         """The rows of the points, and their calls: [2, points] forwards and those that could give gradient."""
@@ -274,7 +280,7 @@ def _time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note:
     for row, name in enumerate(time.row_names()):
         order = slice(None, None, -1) if name.endswith("_reverse") else slice(None)
         labels = [f"{time.path}#{t}" for t in range(gradients.shape[1])][order]
-        out.flow(FlowLayout(name, "time", tuple(labels), tuple(labels[1:])))
+        out.flow(FlowLayout(name, "time", tuple(labels), tuple(labels[1:]), type(time._rnn).__name__))
         rows = np.zeros((gradients.shape[1], COLUMNS))
         rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
         rows[:, ELEMENTS] = counts[order] * hidden
