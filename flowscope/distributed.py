@@ -241,8 +241,10 @@ class Ranks:
                 ended.awaited = False
                 if ended.snapshot is not None and not ended.snapshot.shared:
                     ended.flags = (*ended.flags, "local")
-                elif ended.snapshot is not None:
-                    ended.note = ended.note or "the loss is this rank's own"
+                elif ended.shared_loss[1] > 0:
+                    ended.losses = [ended.shared_loss[0] / ended.shared_loss[1]]
+                elif ended.snapshot is not None and ended.record is not None:
+                    ended.record.notes = (*ended.record.notes, "the loss is this rank's own")
         self._keep_locals()
         self._sent, self._since = [], []
 
@@ -272,10 +274,10 @@ class Ranks:
         news = any(not part.fixed and self._agreed.get(part.name) != part.size for part in own)
         header = np.array([float(ended.snapshot is not None), float(news)])
         self._sent, self._since = self._since, []
-        late = (self._late_rows + 1) * (KINDS + 2)
+        late = (self._late_rows + 2) * (KINDS + 2)
         first = [
             Part("header", 2, partial(from_host, header, device), lambda sums: None),
-            Part("late", late, partial(self._late, self._sent), partial(self._take_late, self._sent)),
+            Part("late", late, partial(self._late, self._sent, ended), partial(self._take_late, self._sent, ended)),
         ]
         by_name = {part.name: part for part in [*first, *own]}
         vector, places, at = [], [], 0
@@ -349,6 +351,8 @@ class Ranks:
             return
         keys = [key for key in record.metrics if is_local(key, record, snapshot.local_flows())]
         self._locals = {key: record.metrics.pop(key) for key in keys}
+        if keys:
+            record.notes = (*record.notes, f"of the first rank alone (local): {', '.join(keys)}")
         self._apart = ended
 
     def _keep_locals(self, sent: Collection[str] = ()) -> None:
@@ -371,28 +375,32 @@ class Ranks:
 
         return Part(f"local {key}", 1 + values.size, partial(from_host, sent, device), scatter, fixed=False)
 
-    def _late(self, steps: list[EndedStep]) -> Tensor:
-        """[rows, canary and loss] of the steps since the last sum: that one's own, then the unsampled ones."""
+    def _late(self, steps: list[EndedStep], now: EndedStep) -> Tensor:
+        """[rows, canary and loss] of the steps since the last sum: that one's own, the unsampled ones, and this one.
+
+        A loss that is given after its step has ended comes with the next sum.
+        """
         device = self._party()[1].device
-        rows = torch.zeros(self._late_rows + 1, KINDS + 2, dtype=wide(device), device=device)
+        rows = torch.zeros(self._late_rows + 2, KINDS + 2, dtype=wide(device), device=device)
         for at, ended in enumerate(steps):
             row = rows[min(at, self._late_rows)]
             for counted in ended.canary.source:
                 row[:KINDS] += counted[:, 0].to(device, row.dtype, non_blocking=True)
-            losses = [_on(device, value) for value in ended.losses]
-            if losses:
-                row[KINDS] += torch.stack(losses).sum()
-                row[KINDS + 1] += len(losses)
+            _add_losses(row, ended.losses[ended.sent_losses :])
+        now.sent_losses = len(now.losses)
+        _add_losses(rows[-1], now.losses)
         return rows.reshape(-1)
 
-    def _take_late(self, steps: list[EndedStep], sums: Array) -> None:
+    def _take_late(self, steps: list[EndedStep], now: EndedStep, sums: Array) -> None:
         rows = sums.reshape(-1, KINDS + 2)
         for at, ended in enumerate(steps):
             row = rows[min(at, self._late_rows)]
             # what more steps than rows share is told of the first of them
             ended.canary = HostCopy([torch.from_numpy(row[:KINDS, None] * (at <= self._late_rows))])
-            ended.losses = [row[KINDS] / row[KINDS + 1]] if row[KINDS + 1] > 0 else []
+            total, count = np.add(ended.shared_loss, row[KINDS:])
+            ended.losses = [total / count] if count > 0 else []
             ended.awaited = False
+        now.shared_loss = float(rows[-1, KINDS]), float(rows[-1, KINDS + 1])
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -408,6 +416,8 @@ class Ranks:
             norms = self._observation.faults.guard("ranks", ended.snapshot.weight_norms, device)
         placements = [getattr(parameter, "placements", ()) for parameter in parameters.current()]
         replicated = np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
+        if not replicated.any():
+            return
         exchange.extremes = Extremes(torch.cat([norms, -norms]), group.process_group)
         ended.rank_gap = partial(exchange.extremes.gap, replicated)
 
@@ -421,11 +431,12 @@ def is_local(key: str, record: Record, local_flows: Collection[str]) -> bool:
     return (flow or first) in local_flows and metric in ("grad_norm", "grad_rms", "gain", "gradient_product", "act_rms")
 
 
-def _on(device: torch.device, value: Any) -> Tensor:
-    value = value.source if isinstance(value, LateLoss) else value
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()).to(device, wide(device), non_blocking=True)
-    return torch.full((), float(value), dtype=wide(device), device=device)
+def _add_losses(row: Tensor, losses: list[Any]) -> None:
+    """Add the sum and the number of losses to the last two entries of a row."""
+    for loss in losses:
+        value = loss.source if isinstance(loss, LateLoss) else loss
+        row[KINDS] += value.reshape(()).to(row.device, row.dtype) if isinstance(value, Tensor) else float(value)
+        row[KINDS + 1] += 1.0
 
 
 def _sequence_of(group: Any) -> int:

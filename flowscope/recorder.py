@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ GRADIENT_METRICS = frozenset(
 """What a step that the GradScaler skipped does not say: its gradients were thrown away."""
 
 
-@dataclass
+@dataclass(eq=False)
 class EndedStep:
     """A step that ended, until it becomes a record.
 
@@ -56,6 +56,13 @@ class EndedStep:
         flags: what is special about it.
         scale: the GradScaler's scale in its backward, None without a scaler.
         found_inf: per fused optimizer, whether it found inf and left the weights as they were.
+        awaited: whether numbers of other ranks are still to come.
+        record: the record, where it was made before its time (`Recorder.prepare`).
+        rank_gap: gives the gap between the ranks of each parameter, where they were compared.
+        unshared: metrics that only this rank has: shown, and not judged.
+        note: what is special about its numbers.
+        shared_loss: sum and number of the losses of all ranks that were given before the step ended.
+        sent_losses: how many of `losses` are among them.
     """
 
     step: int
@@ -65,12 +72,19 @@ class EndedStep:
     flags: tuple[str, ...] = ()
     scale: Any = None
     found_inf: list[Tensor] = field(default_factory=list)
+    awaited: bool = False
+    record: Record | None = None
+    rank_gap: Callable[[], NDArray[np.float64]] | None = None
+    unshared: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    note: str = ""
+    shared_loss: tuple[float, float] = (0.0, 0.0)
+    sent_losses: int = 0
 
     def ready(self) -> bool:
         """Whether finishing it would not wait for a copy."""
         late = [loss for loss in self.losses if isinstance(loss, LateLoss)]
         copies: list[Any] = [self.canary, *late] if self.snapshot is None else [self.canary, self.snapshot, *late]
-        return all(copy.ready() for copy in copies)
+        return not self.awaited and all(copy.ready() for copy in copies)
 
 
 class Recorder:
@@ -94,17 +108,18 @@ class Recorder:
         """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
         losses = [float(value) for value in ended.losses]
         self._losses.add(losses)
-        if ended.found_inf and all(float(found) > 0 for found in ended.found_inf):
-            ended.flags = (*ended.flags, "skipped")
+        self._note_skip(ended)
         canary = _canary(ended, losses)
         if ended.snapshot is None:
             if not canary.any() or "skipped" in ended.flags:
                 return
             record: Record | None = Record(ended.step, flags=("unsampled", *ended.flags))
         else:
-            record = self._sampled(ended, ended.snapshot)
+            self.prepare(ended)
+            record = ended.record
         if record is None:
             return
+        record.flags, record.step = (ended.flags if ended.snapshot is not None else record.flags), ended.step
         record.flow_names = tuple(flow.name for flow in self.header.flows)
         record.loss = float(np.mean(losses)) if losses else None
         record.metrics["canary"] = canary
@@ -113,13 +128,39 @@ class Recorder:
             if (since := self._losses.take()) is not None:
                 record.metrics["step_losses"] = since
             self.records.append(record)
+            shown = {**record.metrics, **ended.unshared}
+            record.metrics, judged = shown, record.metrics
             self.emit(record)
             self._told_unsampled = False
         elif not self._told_unsampled:
             # once between two sampled records: a run that is lost writes no line a step
             self.emit_unsampled(record)
             self._told_unsampled = True
-        self._judge(record)
+        # an alert that only one rank raises would stop that one alone
+        self._judge(replace(record, metrics=judged) if ended.unshared else record)
+
+    def prepare(self, ended: EndedStep) -> None:
+        """Make the record of a sampled step, unless it is made."""
+        if ended.record is not None or ended.snapshot is None:
+            return
+        self._note_skip(ended)
+        ended.record = record = self._sampled(ended, ended.snapshot)
+        if record is not None and ended.note:
+            record.notes = (*record.notes, ended.note)
+
+    @staticmethod
+    def preview(ended: EndedStep) -> None:
+        """Complete a record that still waits for other ranks, as far as this rank can."""
+        if (record := ended.record) is not None:
+            losses = [float(value) for value in ended.losses]
+            record.flags, record.step = ended.flags, ended.step
+            record.loss = float(np.mean(losses)) if losses else None
+
+    @staticmethod
+    def _note_skip(ended: EndedStep) -> None:
+        """A fused optimizer is called all the same where the GradScaler found inf."""
+        if ended.found_inf and all(float(found) > 0 for found in ended.found_inf):
+            ended.flags, ended.found_inf = (*ended.flags, "skipped"), []
 
     def _sampled(self, ended: EndedStep, snapshot: Snapshot) -> Record | None:
         made = self.faults.guard("records", snapshot.record, ended.step)
@@ -132,6 +173,10 @@ class Recorder:
             record.metrics = kept
         if ended.scale is not None:
             _unscale(record, float(ended.scale))
+        gap = self.faults.guard("rank_gap", ended.rank_gap) if ended.rank_gap is not None else None
+        if gap is not None:
+            record.metrics["rank_gap"] = gap
+            record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
         self._update_header(made[1], record)
         return record
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from flowscope.arguments import (
 from flowscope.config import WatchConfig, make_config
 from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan, display_path
+from flowscope.distributed import Ranks
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.losses import LateLoss
@@ -31,6 +33,7 @@ from flowscope.merging.wrapping import connections
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
+from flowscope.probes.process_groups import is_first_process
 from flowscope.recorder import EndedStep, Recorder
 from flowscope.records import Alert, Record
 from flowscope.scaler import ScalerWatch, scale_of_caller
@@ -137,13 +140,18 @@ class Scope:
         try:
             self._add_own_sinks(log_dir)
             self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model), patterns)
+            self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
+            self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
             self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
         except BaseException:
             self._hooks.close()
             self._recorder.close()
             raise
-        self._recorder.sinks += given_sinks
+        self._faults.guard("ranks", self._ranks.attach)
+        # a sink that says so sees the events of every rank, others write once a run
+        writes = is_first_process()
+        self._recorder.sinks += [(part, s) for part, s in given_sinks if writes or getattr(s, "every_rank", False)]
         self._bind(callbacks)
         self._observation.owner = self
         _WATCHED[model] = weakref.ref(self)
@@ -156,11 +164,13 @@ class Scope:
 
     def _add_own_sinks(self, log_dir: str | Path | None) -> None:
         own = self._recorder.sinks
+        if log_dir is not None and not isinstance(log_dir, (str, Path)):
+            raise FlowscopeError(
+                f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
+            )
+        if not is_first_process():
+            return
         if log_dir is not None:
-            if not isinstance(log_dir, (str, Path)):
-                raise FlowscopeError(
-                    f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
-                )
             from flowscope.sinks.tensorboard import TensorBoardSink
 
             own.append(("sink JsonlSink", JsonlSink(log_dir)))
@@ -247,13 +257,23 @@ class Scope:
     @property
     def records(self) -> list[Record]:
         """The records so far (bounded: `WatchConfig.max_records`); waits for copies under way."""
-        self._faults.guard("records", self._finish_pending, True)
-        return list(self._recorder.records)
+        self._finish_readable()
+        early = [e for e in self._pending if e.record is not None]
+        for ended in early:
+            self._recorder.preview(ended)
+        return [*self._recorder.records, *(e.record for e in early if e.record is not None)]
+
+    def _finish_readable(self) -> None:
+        """Wait for copies, and make records of what is there. Alerts among ranks come at the same step everywhere."""
+        if not self._closed and self._ranks.joined:
+            self._faults.guard("ranks", self._ranks.poll)
+        else:
+            self._faults.guard("records", self._finish_pending, True)
 
     @property
     def alerts(self) -> list[Alert]:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
-        self._faults.guard("records", self._finish_pending, True)
+        self._finish_readable()
         return list(self._recorder.alerts)
 
     @property
@@ -308,7 +328,7 @@ class Scope:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
-        self._faults.guard("records", self._finish_pending, True)
+        self._finish_readable()
         return {"step": self._step, "samples": self._samples, "detectors": self._recorder.detectors.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,6 +356,7 @@ class Scope:
             return
         self._closed = True
         try:
+            self._faults.guard("ranks", self._ranks.close)
             self._faults.guard("records", self._finish_pending, True)
         finally:
             self._hooks.close()
@@ -352,7 +373,7 @@ class Scope:
             self._recorder.close()
 
     def _release(self) -> None:
-        del self._observation, self._clock, self._scaler
+        del self._observation, self._clock, self._scaler, self._ranks
 
     def _repr_html_(self) -> str:
         from flowscope.notebook import scope_html
@@ -465,7 +486,10 @@ class Scope:
         self._ended_unclaimed = self._ended_any = True
         self._forwards_at_end = self._observation.forwards
         self._step += 1
+        # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
+        sampled = self._observation.switch.sampling and "skipped" not in flags
         self._begin_step()
+        self._faults.guard("ranks", partial(self._ranks.step_ended, self._pending[-1], sampled=sampled))
         self._faults.guard("records", self._finish_pending, False)
 
     def _renumber(self, step: int, *, ended: bool) -> None:

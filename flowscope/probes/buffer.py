@@ -80,6 +80,8 @@ class HostCopy:
     """Device tensors on their way to the host: asynchronous on CUDA through pinned memory and an event."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
+        self.source = tensors
+        """The tensors where they were made."""
         self._host: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
         for tensor in tensors:

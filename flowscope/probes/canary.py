@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.payload import local
 from flowscope.probes.statistics import is_host
 
 
@@ -21,9 +22,11 @@ class Canary:
         for _ in self.KINDS:
             self.buffer.new_row()
 
-    def count(self, kind: str, x: Tensor) -> None:
-        """Add the number of non-finite entries of x."""
-        x = x.detach()
+    def count(self, kind: str, x: Tensor | None) -> None:
+        """Add the number of non-finite entries of x (None: it cannot be seen)."""
+        if x is None:
+            return
+        x = local(x.detach())
         if is_host(x) and math.isfinite(abs(x.sum().item())):
             return  # a finite sum has no infinite or NaN term; one that is not may only have overflowed
         self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x))

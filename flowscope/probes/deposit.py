@@ -34,6 +34,7 @@ from flowscope.probes.layout import (
     is_compiling,
     node_number,
 )
+from flowscope.probes.payload import local
 from flowscope.probes.statistics import Positions, Sums, full_precision, is_host
 
 ENTRY = -1
@@ -66,6 +67,7 @@ class FlowObserver:
         self.depth = "depth" in config.metrics and flow.kind in ("blocks", "stage", "chain", "concat")
         self.on_drop: Callable[[], None] = lambda: None
         self.rows: dict[PointKey, int] = {}
+        self.sharded: set[PointKey] = set()
         self.forward_calls: Counter[PointKey] = Counter()
         self.tracked_calls: Counter[PointKey] = Counter()
         self.grams: dict[PointKey, Tensor] = {}
@@ -271,7 +273,15 @@ class FlowObserver:
         if self.flow.entry is None and self._origin is None:
             self._origin = positions
 
+    def _own_part(self, key: PointKey, x: Tensor) -> Tensor:
+        """This rank's part of a DTensor; where it is only a part, ranks of the same batch add up too."""
+        part = local(x)
+        if part is not x and any(placement.is_shard() for placement in x.placements):  # type: ignore[attr-defined]
+            self.sharded.add(key)
+        return part
+
     def _positions(self, reader: AxisReader, x: Tensor) -> Positions:
+        x = local(x)
         states, axis, sequence = reader.read(x)
         return statistics.sample_positions(states, axis, self.config.positions, sequence=sequence)
 
@@ -287,7 +297,7 @@ class FlowObserver:
         self, key: PointKey, reader: AxisReader, x: Tensor, before: Positions | None
     ) -> tuple[Forward, Positions | None]:
         """Return the forward sums of a point, and the positions seen."""
-        x = x.detach()
+        x = self._own_part(key, x.detach())
         head = statistics.head(x, float(x.numel()))
         if self.flow.kind == "concat" and not is_compiling():
             states, axis, _ = reader.read(x)
@@ -311,7 +321,7 @@ class FlowObserver:
         if is_compiling() or not self.switch.slow or not self.depth:
             return None
         with full_precision(x):
-            states, axis, _ = reader.read(x.detach())
+            states, axis, _ = reader.read(local(x.detach()))
             states = statistics.real_features(statistics.feature_last(states, axis))
             one = (states[:, 0] if states.shape[1] == 1 else states[0])[:64].to(statistics.wide(x.device))
             flat = states.reshape(-1, states.shape[-1])
@@ -341,6 +351,7 @@ class FlowObserver:
             return
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
+        gradient = local(gradient)
         if late is not None and key[0] == ENTRY:
             # the outputs of its segment have deposited: the last of them says which call this is the input of
             if self._recalled(late, -1) != (late, 0):

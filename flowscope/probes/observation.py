@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,8 @@ class Observation:
         self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
         self.norms = NormGapObserver(model, self.switch, hooks) if of_parameters else None
         self._first = True
+        self.on_forward: Callable[[], None] = lambda: None
+        """Called when a training forward of the root begins."""
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._forwards_at_begin = 0
@@ -80,6 +82,8 @@ class Observation:
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
         self._prepare_buffers()
+        self.fixed_rows = self.buffer.rows
+        """Rows of points known from the structure alone; further calls of a module get theirs when they are seen."""
 
     def _prepare_buffers(self) -> None:
         devices = {parameter.device for parameter in self.model.parameters()}
@@ -134,6 +138,7 @@ class Observation:
             self.drop()
         elif self.forwards > self._forwards_at_begin and self._gradients_were_dropped():
             self._discard_deposits()
+        self.on_forward()
         self.forwards += 1
         for flow in self.flows:
             flow.start_forward(training=True)

@@ -20,6 +20,7 @@ from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_norm
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.norms import Number, norms
+from flowscope.probes.payload import local
 from flowscope.probes.raw_gradients import RawGradients, entries
 from flowscope.probes.weight_samples import WeightSamples
 from flowscope.probes.weight_spread import spreads
@@ -102,7 +103,11 @@ class ParameterObserver:
             self.spreads = spreads({i: weight for i, weight in held.items() if _rows(weight)})
 
     def _live(self) -> dict[int, Tensor]:
-        return {i: p for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
+        return {i: local(p) for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
+
+    def entries(self) -> Array:
+        """How many entries of each parameter this rank holds (of a sharded one fewer than there are)."""
+        return np.array([0.0 if p is None else float(local(p.detach()).numel()) for p in self.current()])
 
     @torch.no_grad()
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
@@ -118,7 +123,7 @@ class ParameterObserver:
                 continue
             if only is None or id(parameter) in only:
                 self.raw.compare(i, parameter.grad)
-                found[i] = entries(parameter.grad)
+                found[i] = entries(_local_gradient(parameter))
         values = norms(list(found.values()))
         if scale is not None:
             factor = scale.item() if scale.device.type == "cpu" else scale
@@ -184,6 +189,17 @@ class ParameterObserver:
             for group in optimizer.param_groups:
                 rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
         return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in self.current()])
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, divided over the ranks as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and getattr(gradient, "placements", placements) != placements:
+        # tensor parallel gradients may still be partial sums: a collective of the step's own place, as in the optimizer
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local(gradient)
 
 
 def _rows(weight: Tensor) -> bool:

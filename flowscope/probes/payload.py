@@ -31,6 +31,7 @@ class Sharing:
         ranks: how many ranks add up.
         device: where the vector lives.
         states: whether this rank's hidden states count (of ranks that hold the same ones, only the first's do).
+        replicas: how many ranks' hidden states count: calls are those of one of them, on average.
         divisor: how often a rank's gradients are too large, because the gradients of all are averaged.
         owned: which parameters count: those of which this rank holds a part that no rank before it holds.
     """
@@ -38,6 +39,7 @@ class Sharing:
     ranks: int
     device: torch.device
     states: bool
+    replicas: int
     divisor: float
     owned: NDArray[np.bool_]
 

@@ -25,12 +25,14 @@ class Group:
     Attributes:
         process_group: what the sum is made in.
         kind: "DDP", "FSDP2", "tensor parallel" or "" (several processes, and nothing shows that they train together).
+        replicas: how many ranks see batches of their own.
         averaged: over how many ranks gradients are averaged.
         states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
     """
 
     process_group: Any
     kind: str
+    replicas: int
     averaged: float
     states: bool
 
@@ -52,7 +54,7 @@ class Group:
     def sharing(self, parameters: list[Tensor | None], device: torch.device) -> Sharing:
         """This rank's share in the sum."""
         owned = owned_by(parameters, first=self.first, first_rank=self.first_rank)
-        return Sharing(self.size, device, self.states, self.averaged, owned)
+        return Sharing(self.size, device, self.states, self.replicas, self.averaged, owned)
 
 
 def several_processes() -> bool:
@@ -77,9 +79,9 @@ def find_group(model: nn.Module) -> Group | None:
     replicas = _ddp_of(model)
     if not sharded:
         if replicas is None:
-            return Group(dist.group.WORLD, "", float(dist.get_world_size()), True)
-        size = float(dist.get_world_size(replicas.process_group))
-        return Group(replicas.process_group, "DDP", size, True)
+            return Group(dist.group.WORLD, "", dist.get_world_size(), float(dist.get_world_size()), True)
+        size = dist.get_world_size(replicas.process_group)
+        return Group(replicas.process_group, "DDP", size, float(size), True)
     mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
     data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
     everyone = _group_of(mesh, data_parallel if replicas is not None else None)
@@ -87,10 +89,11 @@ def find_group(model: nn.Module) -> Group | None:
         return None
     first = dist.get_process_group_ranks(everyone)[0]
     if data_parallel is None:
-        return Group(everyone, "tensor parallel", 1.0, dist.get_rank() == first)
-    divisor = dist.get_world_size(data_parallel) if replicas is not None else _fsdp_divisor(model, data_parallel)
+        return Group(everyone, "tensor parallel", 1, 1.0, dist.get_rank() == first)
+    size = dist.get_world_size(data_parallel)
+    divisor = size if replicas is not None else _fsdp_divisor(model, data_parallel)
     states = first in dist.get_process_group_ranks(data_parallel)
-    return Group(everyone, "DDP" if replicas is not None else "FSDP2", float(divisor), states)
+    return Group(everyone, "DDP" if replicas is not None else "FSDP2", size, float(divisor), states)
 
 
 def _group_of(mesh: Any, replicas: Any) -> Any:

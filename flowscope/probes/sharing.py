@@ -18,12 +18,12 @@ from torch import Tensor
 
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
-from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, wide
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, GRAD_SQUARE, wide
 from flowscope.probes.units import SUMMED, UnitProbe
 
 Array = NDArray[np.float64]
 Vectors = Sequence[tuple[slice, Sequence[tuple[int, int]]]]
-Calls = Mapping[int, tuple[dict[PointKey, int], dict[PointKey, int]]]
+Calls = Mapping[int, tuple[dict[PointKey, float], dict[PointKey, float]]]
 SHARE_ROWS = (4, 6)
 """Of the parameters' rows these are shares of the entries, the others are norms, whose squares add up."""
 
@@ -94,10 +94,11 @@ class PartMaker:
             def scatter(sums: Array) -> None:
                 table = sums.reshape(len(some), COLUMNS + 2)
                 table[:, GRAD_SQUARE] /= self._sharing.divisor**2
+                table[:, [BACKWARDS, COLUMNS, COLUMNS + 1]] /= self._sharing.replicas
                 for place, row in zip(some, table, strict=True):
                     total[place.row] = row[:COLUMNS]
                     for counted, number in zip(calls[id(place.flow)], row[COLUMNS:], strict=True):
-                        counted[place.key] = round(float(number))
+                        counted[place.key] = float(number)
                 self._replace(where, total)
 
             return Part(name, len(some) * (COLUMNS + 2), gather, scatter, fixed=some is known)
@@ -114,6 +115,7 @@ class PartMaker:
         if not self._sharing.states:
             mine = from_host(np.array([float(p.key in p.flow.sharded) for p in places]), device)
             out = torch.where(mine[:, None] > 0, out, 0.0)
+            out[:, [BACKWARDS, COLUMNS, COLUMNS + 1]] = 0.0
         return out.reshape(-1)
 
     def units(

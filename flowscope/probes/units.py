@@ -26,6 +26,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
+from flowscope.probes.payload import local
 from flowscope.probes.statistics import feature_last, wide
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
@@ -168,7 +169,7 @@ class UnitObserver:
         if probe.kind != "input":
             self._counted[id(x)] = weakref.ref(x)
         with torch.no_grad():
-            states, axis, _ = reader.read(x.detach())
+            states, axis, _ = reader.read(local(x.detach()))
             states = feature_last(states, axis).flatten(0, 1)
             if states.shape[1] > self._units:
                 states = states[:, :: -(-states.shape[1] // self._units)]
