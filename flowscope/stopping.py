@@ -21,6 +21,9 @@ class StopSink:
     A sink and not a callback: where the user gives no callback, alerts still go to the console.
     """
 
+    every_rank = True
+    """All ranks see the same alerts at the same step, and all have to stop."""
+
     def __init__(self, stop_on: str | Iterable[str] | None, stop: Callable[[Alert], object]) -> None:
         self._stop_on = frozenset([stop_on] if isinstance(stop_on, str) else stop_on or ())
         self._stop = stop

@@ -115,3 +115,14 @@ def test_lightning_loop_stops_itself(tmp_path: Path) -> None:
     trainer = lightning_loop.main(steps=60, log_dir=str(tmp_path))
     assert trainer.should_stop
     assert trainer.global_step < 60
+
+
+@pytest.mark.parametrize("mode", [None, "keel"])
+def test_trainer_loop(mode: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import trainer_loop
+
+    watcher = trainer_loop.main(mode, steps=3, log_dir=str(tmp_path))
+    assert [r.step for r in watcher.scope.records] == [0, 1, 2]
+    assert ("gate_mean" in watcher.scope.records[0].metrics) == (mode == "keel")
+    assert (tmp_path / "flowscope.jsonl").exists()
+    assert capsys.readouterr().out.strip().endswith(watcher.scope.summary().strip())
