@@ -74,7 +74,10 @@ class TokenCollapse(Detector):
             close = _trailing(distance < limit * self.config.release_factor) > 0
             return Finding(self.kind, flow=view.layout.name, level="near") if close else None
         where = distance.size - trailing
-        severity: Severity = "error" if 2 * _trailing(distance < limit / 10) > depth else "warning"
+        product = view.get("gradient_product")
+        nothing_back = product is not None and bool((product < self.config.vanishing_product).any())
+        whole = 2 * _trailing(distance < limit / 10) > depth
+        severity: Severity = "error" if whole or nothing_back else "warning"
         return Finding(
             self.kind,
             view.point(where),
