@@ -87,6 +87,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "linear",
     ),
     "saturation": ("Depth", "Share of values in the flat tails of tanh or sigmoid. Healthy: under 0.5.", "linear"),
+    "output_spread": (
+        "Depth",
+        "Share of the output that differs between samples. Near 0 the model answers the same to everything.",
+        "log",
+    ),
     "norm_gap": (
         "Depth",
         "Distance of BatchNorm's running statistics from those of the batches. Healthy: under 1 after 100 updates.",
@@ -169,6 +174,7 @@ _OF_THE_MODEL = {
     "dead_fraction",
     "dead_lasting",
     "norm_gap",
+    "output_spread",
     "saturation",
     "update_ratio",
     "weight_spread",

@@ -22,6 +22,7 @@ from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.norm_gaps import NormGapObserver
+from flowscope.probes.outputs import OutputObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.raw_gradients import RawGradients
 from flowscope.probes.recurrent import Replay
@@ -58,6 +59,7 @@ class Observation:
         self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
         self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
         self.norms = NormGapObserver(model, self.switch, hooks) if of_parameters else None
+        self.output = OutputObserver(model, self.switch, hooks) if of_parameters else None
         self._first = True
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""
@@ -169,6 +171,8 @@ class Observation:
             flow.slices.clear()
         if self.units is not None:
             self.faults.guard("units", self.units.take)
+        if self.output is not None:
+            self.output.take()
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
@@ -223,6 +227,8 @@ class Observation:
             self.faults.guard("units", self.units.take)
         if self.norms is not None:
             self.faults.guard(self.norms.PART, self.norms.take)
+        if self.output is not None:
+            self.output.take()
         if self.parameters is not None:
             self.parameters.drop()
 

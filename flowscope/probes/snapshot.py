@@ -48,6 +48,8 @@ class Snapshot:
         self._units = [(self._keep([t]), p) for t, p in units or ()]
         norms = observation.faults.guard(NormGapObserver.PART, observation.norms.take) if observation.norms else None
         self._norms = [(self._keep([t]), p) for t, p in norms or ()]
+        output = observation.output.take() if observation.output else None
+        self._output = None if output is None else self._keep([output])
         self._replays = [
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
@@ -132,6 +134,9 @@ class Snapshot:
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
         self._observation.faults.guard("units", self._unit_family, out, host)
         self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
+        if self._output is not None:
+            variance, square = host[self._output][0]
+            out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
         return out.finish(), out.layouts
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:

@@ -1,0 +1,75 @@
+"""How much the model's output depends on its input: the variation between the samples of a batch.
+
+A model whose loss broadcasts (B, 1) against (B,), or whose inputs say nothing about the targets, ends at one answer for
+everything, and no gradient shows it.
+
+Axis letters: B samples, E entries of a sample's output.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.layout import floating_tensors, is_compiling
+
+SAMPLES = 64
+ENTRIES = 1024
+"""At most so many evenly spaced samples, and entries of each, are looked at."""
+
+
+class OutputObserver:
+    """The root's output: its variance over samples and its mean square, added up over the forwards of a step."""
+
+    PART = "output"
+
+    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
+        self._switch, self._hooks = switch, hooks
+        self.sums: Tensor | None = None
+        hooks.after(model, self.PART, self._after, switch)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._switch.paused or is_compiling() or not torch.is_grad_enabled():
+            return
+        x = output_of(output)
+        if x is not None:
+            with torch.no_grad():
+                sums = variation(x.detach())
+            self._hooks.on_gradient(x, self.PART, partial(self._deposit, sums), "output")
+
+    def _deposit(self, sums: Tensor, gradient: Tensor) -> None:
+        del gradient
+        if not self._switch.paused:
+            self.sums = sums if self.sums is None or self.sums.device != sums.device else self.sums + sums
+
+    def take(self) -> Tensor | None:
+        """Return [variance, mean square], None where no output got a gradient; and start again."""
+        sums, self.sums = self.sums, None
+        return sums
+
+
+def output_of(output: Any) -> Tensor | None:
+    """The first floating-point tensor with gradient that holds a value for each of several samples (no loss)."""
+    return next((x for x in floating_tensors(output) if x.requires_grad and x.dim() and batched(x).shape[0] > 1), None)
+
+
+def batched(x: Tensor) -> Tensor:
+    """An output with its samples first; the positions of a single sample stand for samples."""
+    return x[0] if x.dim() > 2 and x.shape[0] == 1 else x
+
+
+def variation(x: Tensor) -> Tensor:
+    """Return [2]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries."""
+    x = batched(x)
+    x = x[:: -(-x.shape[0] // SAMPLES)]
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    x = x.reshape(x.shape[0], -1)
+    x = x[:, :: -(-x.shape[1] // ENTRIES)]
+    x = x if x.dtype == torch.float64 else x.float()
+    # from the first sample on: what is equal differs by exactly 0
+    return torch.stack([(x - x[:1]).var(0, correction=0).sum(), x.square().mean(0).sum()])
