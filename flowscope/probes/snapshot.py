@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver
+from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
+from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, wide
 from flowscope.probes.through_time import TimeObserver
+from flowscope.probes.units import UnitProbe
 from flowscope.records import FlowLayout, Record
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ class Snapshot:
         self, observation: Observation, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]
     ) -> None:
         self._observation = observation
+        self.shared = False
+        """Whether its numbers are those of all ranks together."""
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.buffer.take())
         self._scale = self._take_scale()
@@ -58,7 +63,9 @@ class Snapshot:
         self._gates = (observation.gates, self._keep(observation.gates.buffer.take())) if observation.gates else None
         self._alignments = [(a, a.take()) for a in observation.alignments]
         self._points = {id(flow): flow.points() for flow in observation.flows}
-        self._calls = {id(f): (dict(f.forward_calls), dict(f.tracked_calls)) for f in observation.flows}
+        self._calls: dict[int, tuple[dict[PointKey, float], dict[PointKey, float]]] = {
+            id(f): ({**f.forward_calls}, {**f.tracked_calls}) for f in observation.flows
+        }
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
         self._not_measured: list[int] = []
@@ -66,7 +73,27 @@ class Snapshot:
         if observation.parameters is not None:
             self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
         self._copy = HostCopy(self._tensors)
-        self._tensors = []
+        self._replaced: dict[tuple[int, int], list[Array]] = {}
+        self._unseen_units: dict[UnitProbe, Array] = {}
+
+    def parts(self, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
+        """What of this step adds up over ranks; the sums take the place of this rank's own numbers.
+
+        Args:
+            sharing: this rank's share.
+            agreed: names and sizes of the parts that the ranks are known to have in common.
+        """
+        observation, make = self._observation, PartMaker(self._tensors, self._replaced, sharing)
+        parts = make.rows(self._rows, observation.flows, self._calls, observation.fixed_rows)
+        for site, where in self._sites:
+            parts += make.table(f"site {site.flow}", where, site.buffer.columns)
+        if self._gates is not None:
+            gates, where = self._gates
+            parts += make.table("gates", where, gates.buffer.columns)
+        if self._parameters is not None and observation.parameters is not None:
+            parts += make.parameters(*self._parameters, observation.parameters.entries())
+        probes = observation.units.probes if observation.units is not None else []
+        return parts + make.units(self._units, probes, agreed, self._unseen_units)
 
     def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array, Array]:
         parameters = self._observation.parameters
@@ -81,6 +108,25 @@ class Snapshot:
         self._wiring = (self._wiring[0], parameters.optimized(optimizers), parameters.learning_rates(optimizers))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
+
+    def local_flows(self) -> set[str]:
+        """The flows of which only one call of this rank was measured: through time, replayed."""
+        return {name for time, *_ in self._replays for name in time.row_names()}
+
+    def weight_norms(self, device: torch.device) -> Tensor:
+        """[P] the norms of this rank's parameters before the step, 0 where not read."""
+        count = len(self._observation.parameters.names) if self._observation.parameters is not None else 0
+        norms = torch.zeros(count, dtype=wide(device), device=device)
+        if self._parameters is not None:
+            values, _, vectors = self._parameters
+            norms = norms + from_host(np.nan_to_num(values[0], posinf=np.inf), device)
+            for where, index in vectors:
+                rows = [at for at, (row, _) in enumerate(index) if row == 0]
+                places = torch.tensor([index[at][1] for at in rows], dtype=torch.long)
+                if rows:
+                    read = self._tensors[where.start].to(device, norms.dtype)
+                    norms.index_copy_(0, places.to(device), read[rows[0] : rows[-1] + 1])
+        return norms
 
     def _take_scale(self) -> slice | float:
         parameters = self._observation.parameters
@@ -117,6 +163,8 @@ class Snapshot:
     def record(self, step: int) -> tuple[Record, list[FlowLayout]]:
         """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
         host = self._copy.read()
+        for (start, stop), arrays in self._replaced.items():
+            host[start:stop] = arrays
         rows = added(host[self._rows], COLUMNS)
         out = RecordBuilder(step)
         for flow in self._observation.flows:
@@ -215,7 +263,7 @@ class Snapshot:
         if observation.parameters is not None and self._wiring is not None and self._parameters is not None:
             names = observation.parameters.names
             values, sampled, vectors = self._parameters
-            for where, index in vectors:
+            for where, index in vectors if not self.shared else ():
                 values[tuple(np.array(index).T)] = host[where][0]
             for row in (2, 4):
                 values[row, self._not_measured] = np.nan
@@ -247,7 +295,8 @@ class Snapshot:
 
     def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
         observation = self._observation
-        vectors = {probe: probe.vector(host[where][0]) for where, probe in self._units}
+        taken = {**{probe: host[where][0] for where, probe in self._units}, **self._unseen_units}
+        vectors = {probe: probe.vector(counted) for probe, counted in taken.items()}
         observation.first_record(vectors)
         watched = observation.units.probes if observation.units is not None else []
         vectors = {p: v for p, v in vectors.items() if p in watched}
