@@ -26,6 +26,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accelerate keeps its state in the process."""
     monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    forget()
     yield
     forget()
 

@@ -26,6 +26,8 @@ DOCUMENTS = (
     "docs/wrapping.md",
     "docs/actions.md",
     "docs/run.md",
+    "docs/integrations.md",
+    "docs/migration.md",
 )
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 
