@@ -112,6 +112,8 @@ def _weakly(hook: Hook) -> Callable[..., None]:
             # torch hands the bound call's arguments on: args[0] is the optimizer itself
             live(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
 
+    # what torch.compiler.disable sets: a compiled optimizer.step calls it as plain Python
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
 

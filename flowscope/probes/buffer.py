@@ -51,6 +51,11 @@ class DepositBuffer:
         else:
             self._numbers[row, at : at + len(sums)] += sums
 
+    def hide(self, row: int, at: int) -> None:
+        """Make one entry NaN until it is cleared: what will be added to it is not the whole."""
+        for held in self._tensors.values():
+            held[row, at].fill_(float("nan"))
+
     def _grow(self, device: torch.device) -> Tensor:
         grown = torch.zeros(max(self.rows, 8) * 2, self.columns, dtype=wide(device), device=device)
         if (held := self._tensors.get(device)) is not None:

@@ -194,6 +194,9 @@ class FlowObserver:
                 self._canary(index, x, recomputing=recomputing)
         elif tracing:
             if x is not None and x.requires_grad:
+                if x is like:
+                    self._hide(index - 1)
+                    like = None
                 before = self._positions(self._readers[index], like) if like is not None and self.depth else None
                 forward, _ = self._forward((index, 0), self._readers[index], x, before)
                 self._register(x, (index, 0), forward, None)
@@ -345,9 +348,12 @@ class FlowObserver:
         slow: tuple[Tensor, Tensor] | None,
         late: int | None,
         entry: Forward | None,
-        gradient: Tensor,
+        gradient: Tensor | None,
     ) -> None:
         if self.switch.paused:
+            return
+        if gradient is None:
+            self._add(key, forward, None)
             return
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
@@ -378,7 +384,13 @@ class FlowObserver:
             sums = between.read() if isinstance(between, DepthRow) else between
             self.buffer.add(row, statistics.TO_INPUT, sums)
 
-    def _deposit_entry(self, key: PointKey, x: Tensor, gradient: Tensor) -> None:
+    def _hide(self, index: int) -> None:
+        """Compiled: the next block changed this point in place. What its hook gets is a part of the gradient: NaN."""
+        if (row := self.rows.get((index, 0))) is not None:
+            for column in (statistics.GRAD_SQUARE, *([statistics.SQUARE] if index == ENTRY else [])):
+                self.buffer.hide(row, column)
+
+    def _deposit_entry(self, key: PointKey, x: Tensor, gradient: Tensor | None) -> None:
         self._deposit(key, self._forward(key, self._readers[0], x, None)[0], None, None, None, gradient)
 
     def _row(self, key: PointKey) -> int:

@@ -18,6 +18,7 @@ from torch.fx import _symbolic_trace
 
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
+from flowscope.probes import compiled
 
 
 class Mask:
@@ -48,19 +49,26 @@ def in_backward() -> bool:
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
+def _fx_is_tracing() -> bool:
+    # is_fx_tracing() writes a warning to the log; the flag behind it became a thread's own in torch 2.14
+    trace: Any = _symbolic_trace
+    return bool(trace._is_fx_tracing_flag if hasattr(trace, "_is_fx_tracing_flag") else trace._get_is_fx_tracing())
+
+
 def no_training_pass() -> bool:
     """Whether the model is only being transformed: torch.func, a jit or fx trace, an export, a run on fake tensors.
 
     There is no gradient of a loss to see, and statistics of such tensors would raise or leak into what is traced.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        # torch 2.9 traces the call as True, whatever is being traced
+        return torch.compiler.is_exporting() if compiled.HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(_FAKE) is not None
         or torch._C._get_dispatch_mode(_PROXY) is not None
-        or _symbolic_trace._is_fx_tracing_flag
+        or _fx_is_tracing()
     )
 
 
@@ -91,10 +99,11 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Observe; never returns a value, so the module's output stays what it was."""
-        if not self.switch.sampling or MASK.on or self.part in self.failed or no_training_pass():
+        if not self.switch.sampling or MASK.on or self.part in self.failed:
             return
         try:
-            self.observe(*args)
+            if not no_training_pass():
+                self.observe(*args)
         except StopTraining:
             raise
         except Exception as error:
@@ -107,6 +116,9 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See `__reduce__`."""
         return contextlib.nullcontext().__exit__
+
+
+compiled.run_uncompiled(Hook.__call__.__code__)
 
 
 class ParameterHook:
@@ -186,12 +198,17 @@ class Hooks:
         """Take over another removable handle (an optimizer's hook)."""
         self._handles.append(handle)
 
-    def on_gradient(self, x: Tensor, part: str, deposit: Callable[[Tensor], None], slot: Hashable) -> None:
+    def on_gradient(self, x: Tensor, part: str, deposit: Callable[[Any], None], slot: Hashable) -> None:
         """Call `deposit(gradient)` when the gradient of x arrives (detached, without recording a graph).
+
+        In compiled code of a torch that cannot trace this, `deposit(None)` is called at once.
 
         A hook dies with the graph, but a leaf (a parameter that is itself a hidden state) outlives it: there each
         `slot` has one hook, the newest, until `release_leaves`.
         """
+        if torch.compiler.is_compiling() and not compiled.HOOKED_INTERMEDIATES:
+            deposit(None)
+            return
         hook = _gradient_hook(part, deposit, self.faults)
         if torch.compiler.is_compiling():
             _register(x, hook)

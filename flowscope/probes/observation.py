@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import FlowPlan
+from flowscope.faults import LOGGER
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
@@ -66,6 +67,7 @@ class Observation:
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._forwards_at_begin = 0
+        self._warned: set[str] = set()
         self._missed = self._resuming = False
         self._fills_grad = False
         """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
@@ -148,6 +150,16 @@ class Observation:
             self.units.start_forward()
         for site in self.sites:
             site.start_forward()
+
+    def forwards_of_step(self) -> int:
+        """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
+        return self.forwards - self._forwards_at_begin
+
+    def warn_once(self, sentence: str) -> None:
+        """Log a warning, unless this one was logged before."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            LOGGER.warning("flowscope: %s.", sentence)
 
     def _gradients_were_dropped(self) -> bool:
         """Whether no parameter holds a gradient: what backward left since the step began was thrown away.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes import matrices, summaries
+from flowscope.probes import compiled, matrices, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.gates import GateObserver
@@ -68,6 +68,7 @@ class Snapshot:
         }
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
+        self._forwards = observation.forwards_of_step()
         self._not_measured: list[int] = []
         self._wiring: tuple[Array, Array, Array] | None = None
         if observation.parameters is not None:
@@ -180,6 +181,7 @@ class Snapshot:
             self._observation.faults.guard(gates.PART, _gates, out, gates, host[where])
         out.family()
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
+        self._observation.faults.guard("records", self._never_fired, out, rows)
         self._observation.faults.guard("units", self._unit_family, out, host)
         self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
         if self._output is not None:
@@ -190,9 +192,18 @@ class Snapshot:
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
         points = self._points[id(flow)]
         labels = flow.labels(points)
+        picked, calls = self._picked(flow, points, rows)
+        if compiled.was_traced(picked[:, ELEMENTS] > 0, calls.sum(0)):
+            calls = np.full_like(calls, np.nan)
+            labels = compiled.with_calls(labels, picked[:, BACKWARDS], self._forwards)
+            out.note(compiled.NOT_MEASURED)
+            if not compiled.HOOKED_INTERMEDIATES:
+                out.note(compiled.FORWARD_ONLY)
+                self._observation.warn_once(compiled.FORWARD_ONLY)
+            hidden = ~(picked[:, BACKWARDS] > 0) | np.isnan(picked[:, GRAD_SQUARE])
+            out.note(compiled.hidden_points(labels, hidden) if compiled.HOOKED_INTERMEDIATES else "")
         blocks = labels[1:]
         out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, blocks, self._cell(flow)))
-        picked, calls = self._picked(flow, points, rows)
         metrics = summaries.flow_metrics(picked)
         metrics["forward_calls"], metrics["tracked_calls"] = calls
         if flow.depth:
@@ -227,6 +238,20 @@ class Snapshot:
             for kind, counted in enumerate(self._calls[id(owner)]):
                 calls[kind, at] = counted.get(own, 0)
         return picked, calls
+
+    def _never_fired(self, out: RecordBuilder, rows: Array) -> None:
+        """Say so where a flow trained without one of its hooks being called."""
+        if self._observation.parameters is None or self._parameters is None:
+            return
+        for flow in self._observation.flows:
+            picked, calls = self._picked(flow, self._points[id(flow)], rows)
+            if picked[:, ELEMENTS].any() or calls.any():
+                continue
+            names, norms = self._observation.parameters.names, out.values("param_grad_norm")
+            if compiled.got_gradient(flow.paths, names, norms):
+                sentence = compiled.NEVER_FIRED.format(flow=flow.flow.name)
+                out.note(sentence)
+                self._observation.warn_once(sentence)
 
     @staticmethod
     def _site(out: RecordBuilder, site: SiteObserver, parts: list[Array]) -> None:
