@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench screenshots clean
+.PHONY: demo test browser check format bench screenshots depth-study clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,9 @@ bench: $(VENV)/.ready-bench
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py
 	$(BIN)/python examples/screenshots.py
+
+depth-study: $(VENV)/.ready-dev
+	$(BIN)/python examples/depth_study.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
