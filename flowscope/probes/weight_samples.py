@@ -7,9 +7,11 @@ sample is then two concatenations a device: the whole small tensors, and equally
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.norms import Number, numbers
@@ -119,19 +121,31 @@ class WeightSamples:
 
 def _norms(whole: Tensor, runs: Tensor, sizes: list[int]) -> list[Number]:
     """The norm of each tensor's entries, the whole ones first."""
+    if is_host(whole) and is_host(runs):
+        squares = _sums(np.square(whole.numpy(), dtype=np.float64), sizes) if sizes else np.zeros(0)
+        return [*np.sqrt(squares).tolist(), *(torch.linalg.vector_norm(runs, dim=1).tolist() if len(runs) else ())]
     parts = torch._foreach_norm(torch.split(whole, sizes)) if sizes else []
     return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
 
 
+def _sums(values: NDArray[Any], sizes: list[int]) -> NDArray[Any]:
+    """The sum of each stretch of so many values, one after the other."""
+    starts = np.cumsum([0, *sizes[:-1]])
+    kind = np.float64 if values.dtype == np.float64 else np.int64
+    return np.where(sizes, np.add.reduceat(np.append(values, values.dtype.type(0)), starts, dtype=kind), 0)
+
+
 def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
     """The share of exact zeros in each tensor's entries, the whole ones first; NaN for one without entries."""
-    parts = []
-    if plan.sizes and is_host(whole):
-        starts = np.concatenate([[0], np.cumsum(plan.sizes)])
-        counts = np.add.reduceat(np.append(whole.numpy() == 0, False), starts[:-1], dtype=np.int64)
+    if is_host(whole) and is_host(runs):
         with np.errstate(invalid="ignore"):
-            parts.append(torch.from_numpy(np.where(plan.sizes, counts, 0) / np.array(plan.sizes, dtype=np.float64)))
-    elif plan.sizes:
+            shares = (
+                _sums(whole.numpy() == 0, plan.sizes) / np.array(plan.sizes, dtype=np.float64) if plan.sizes else ()
+            )
+        zeros = np.count_nonzero(runs.numpy() == 0, axis=1) / runs.shape[1] if len(runs) else ()
+        return [*map(float, shares), *map(float, zeros)]
+    parts = []
+    if plan.sizes:
         if plan.ends is None:
             plan.ends = torch.tensor([0, *plan.sizes], device=whole.device).cumsum(0)
         sums = torch.cat([plan.ends.new_zeros(1), (whole == 0).cumsum(0)])[plan.ends].diff()
