@@ -28,6 +28,7 @@ DOCUMENTS = (
     "docs/run.md",
     "docs/integrations.md",
     "docs/migration.md",
+    "docs/detection.md",
 )
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 

@@ -92,7 +92,8 @@ class Softmax(nn.Softmax):
 def softmax_hidden(draw: Draw) -> Program:
     model = chain(64, draw.pick("width", 64, 48, 96), draw.pick("depth", 2, 3), 10, Softmax)
     optimizer = torch.optim.SGD(model.parameters(), lr=draw.factor("lr", 0.1, 2))
-    return supervised(draw, model, digits(), optimizer, class_loss, shows=below(0.7), place=hidden(model))
+    place = names(*map(str, range(len(model))))  # the softmax belongs to the block of the layer behind it
+    return supervised(draw, model, digits(), optimizer, class_loss, shows=below(0.7), place=place)
 
 
 @case("F09", "learning rate too high, regression", *EXPLODING)

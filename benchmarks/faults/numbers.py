@@ -86,7 +86,7 @@ def root_of_zero(draw: Draw) -> Program:
     model[place] = Rooted()
     optimizer = torch.optim.SGD(model.parameters(), lr=draw.factor("lr", 0.05, 2))
     # the loss stays finite: a comparison with NaN is false, so the layer returns zeros
-    shows = {"place": names(*map(str, range(place + 2))), "shows": below(0.5)}
+    shows = {"place": names(*map(str, range(place + 3))), "shows": below(0.5)}
     return supervised(draw, model, digits(), optimizer, class_loss, steps=100, **shows)
 
 

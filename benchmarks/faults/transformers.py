@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import flowscope
-from benchmarks.faults.case import Catalogue, Draw, Program, Shown, names, plain_step
+from benchmarks.faults.case import Catalogue, Draw, Program, names, plain_step
 from benchmarks.faults.data import markov
 from benchmarks.faults.models import Decoder, word_loss
 
@@ -58,18 +58,25 @@ def common_offset(draw: Draw) -> Program:
     return decoder(draw, model, draw.factor("lr", 1e-3, 1.3), 80, shows=stuck(), place=BLOCKS)
 
 
-@case("T05", "no norm at all, one block at many times the gain", "exploding_gradient", "update_too_large", "non_finite")
+class Scaled(nn.Module):
+    """A branch times a constant."""
+
+    def __init__(self, module: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.module, self.factor = module, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x) * self.factor
+
+
+@case("T05", "one block's branches at a wrong, large gain", "exploding_gradient", "update_too_large", "non_finite")
 def loud_block(draw: Draw) -> Program:
-    depth = draw.pick("depth", 12, 10, 14)
-    model = Decoder("none", depth)
-    bad = draw.pick("block", 5, 3, 7)
-    gain = draw.factor("gain", 5.0, 1.2)
-    with torch.no_grad():
-        for name, parameter in model.blocks[bad].named_parameters():
-            if name.endswith("weight"):
-                parameter.mul_(gain)
+    model = Decoder("pre", draw.pick("depth", 12, 10, 14))
+    bad, gain = draw.pick("block", 5, 3, 7), draw.factor("gain", 1e5, 2)
+    block = model.blocks[bad]
+    block.attention, block.mlp = Scaled(block.attention, gain), Scaled(block.mlp, gain)
     place = names(rf"blocks\.{bad}")
-    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, shows=stuck(1.9), place=place)
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 80, lag=2, shows=stuck(2.2), place=place)
 
 
 @case("T06", "gates closed from the start", "gate_saturation")
@@ -80,16 +87,18 @@ def closed_gates(draw: Draw) -> Program:
     return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
 
 
-@case("T07", "gates of one block closed", "gate_saturation")
-def closed_block(draw: Draw) -> Program:
-    model = Decoder(draw.pick("norm", "pre", "post"), draw.pick("depth", 8, 6, 10))
+@case("T07", "gates of most blocks closed", "gate_saturation")
+def closed_blocks(draw: Draw) -> Program:
+    depth = draw.pick("depth", 8, 6, 10)
+    model = Decoder(draw.pick("norm", "pre", "post"), depth)
     flowscope.wrap(model, mode="keel")
-    bad, bias = draw.pick("block", 3, 1, 2, 4), draw.factor("bias", 14.0, 1.2)
+    first, bias = draw.pick("first", 2, 1), draw.factor("bias", 14.0, 1.2)
     with torch.no_grad():
-        for name, parameter in model.blocks[bad].named_parameters():
-            if name.endswith(("gates.0.bias", "gates.1.bias")):
-                parameter.fill_(-bias)
-    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names(rf"blocks\.{bad}"))
+        for block in model.blocks[first:]:
+            for name, parameter in block.named_parameters():
+                if name.endswith(("gates.0.bias", "gates.1.bias")):
+                    parameter.fill_(-bias)
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names(rf"blocks\.{first}"))
 
 
 def hyper_sites(model: nn.Module):
@@ -104,22 +113,29 @@ def one_stream(draw: Draw) -> Program:
     chosen = draw.pick("stream", 0, 1, 2)
     with torch.no_grad():
         for static in hyper_sites(model):
-            static[0].zero_()
-            static[0, chosen] = 1.0
-            static[-1].zero_()
-            static[-1, chosen] = static.shape[1]
+            static[1:-1].zero_()
+            static[1:-1, chosen] = 1.0  # every stream goes on as a copy of this one
     return decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 60, place=names("blocks"))
 
 
-@case("T09", "hyper-connections whose streams became copies", "stream_collapse", "mixing_gain")
+@case("T09", "hyper-connections that start to average their streams", "stream_collapse", "mixing_gain")
 def copied_streams(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 8, 6, 10))
-    flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
-    with torch.no_grad():
-        for static in hyper_sites(model):
-            static.copy_(torch.full_like(static, 1 / static.shape[1]))
-            static[-1] = 1.0
-    return decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 60, place=names("blocks"))
+    flowscope.wrap(model, mode=draw.pick("mode", "dhc", "shc"), streams=draw.pick("streams", 4, 3), init="mixed")
+    at = draw.step("step", 33, 21, 48)
+    program = decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 90, first=at, place=names("blocks"))
+    plain = program.step
+
+    def step(k: int) -> torch.Tensor:
+        if k == at:
+            with torch.no_grad():
+                for static in hyper_sites(model):
+                    static.copy_(torch.full_like(static, 1 / static.shape[1]))
+                    static[-1] = 1.0
+        return plain(k)
+
+    program.step = step
+    return program
 
 
 @case("T10", "unconstrained mixing that amplifies with depth", "mixing_gain", "exploding_gradient")
@@ -146,30 +162,20 @@ def forgetting(draw: Draw) -> Program:
     return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
 
 
-@case("T12", "deep Pre-LN whose blocks fade to copies", "representation_collapse", "vanishing_gradient")
-def fading(draw: Draw) -> Program:
-    """Weight decay of branches so strong that each block ends as the identity."""
-    model = Decoder("pre", draw.pick("depth", 12, 10, 14), tied=True)
-    branches = [p for n, p in model.named_parameters() if "attention" in n or "mlp" in n]
-    ids = {id(p) for p in branches}
-    rest = [p for p in model.parameters() if id(p) not in ids]
-    rate = draw.factor("lr", 1e-3, 1.2)
-    groups = [
-        {"params": branches, "weight_decay": draw.factor("decay", 150.0, 1.2)},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=rate)
-    step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss)
-    norms = [float(p.norm()) for p in branches if p.dim() > 1]
+@case("T12", "Pre-LN whose embedding is scaled in place at every step: blocks add nothing", "representation_collapse")
+def drowned(draw: Draw) -> Program:
+    model = Decoder("pre", draw.pick("depth", 8, 6, 10))
+    program = decoder(draw, model, draw.factor("lr", 1e-3, 1.2), 120, lag=2, shows=stuck(2.2), place=names("blocks"))
+    factor, plain = draw.factor("factor", 1.1, 1.03), program.step
 
-    def share() -> float:
-        now = [float(p.norm()) for p in branches if p.dim() > 1]
-        return sum(now) / sum(norms)
+    def step(k: int) -> torch.Tensor:
+        loss = plain(k)
+        with torch.no_grad():
+            model.embed.weight.mul_(factor)
+        return loss
 
-    def shows(shown: Shown) -> str | None:
-        return None if shown.quality < 0.05 else f"branches keep {shown.quality:.2f} of their weights"
-
-    return Program(model, optimizer, step, 120, share, shows, 0, names("blocks"), accuracy=False)
+    program.step = step
+    return program
 
 
 healthy = Catalogue("controls: transformers", healthy=True)
