@@ -61,11 +61,11 @@ def test_noise_around_the_limit_does_not_flap(seed, centre):
 
 def test_noise_around_the_limit_over_10000_records_raises_once():
     rng = np.random.default_rng(0)
-    detectors, head = DetectorSet(WatchConfig()), header(layout(depth=3))
+    detectors, head = DetectorSet(WatchConfig()), header(layout("a", depth=3), layout("b", depth=3))
     alerts = []
     for step, noise in enumerate(np.exp(0.2 * rng.standard_normal(10_000))):
-        flow = slope(1e-3 * noise, 3) | {"token_cosine": [0.1, 0.5, 1 - 1e-3 * noise, 1 - 1e-3 * noise]}
-        alerts += detectors.check(record(step, flow), head)
+        tokens = {"token_cosine": [0.1, 0.5, 1 - 1e-3 * noise, 1 - 1e-3 * noise]}
+        alerts += detectors.check(record(step, slope(1e-3 * noise, 3), others={"b": tokens}), head)
     assert sorted((a.kind, a.state) for a in alerts) == [("token_collapse", "raised"), ("vanishing_gradient", "raised")]
 
 

@@ -157,14 +157,14 @@ class FlowGroups:
     def __init__(self) -> None:
         self._labels: tuple[str, ...] | None = None
         self._header: RunHeader | None = None
-        self._groups: list[FlowGroup] = []
+        self.known: list[FlowGroup] = []
 
     def of(self, labels: tuple[str, ...], header: RunHeader) -> list[FlowGroup]:
         """The groups, in the order of their first row."""
         if self._labels != labels or self._header is not header:
             self._labels, self._header = labels, header
-            self._groups = _groups(labels, header)
-        return self._groups
+            self.known = _groups(labels, header)
+        return self.known
 
 
 def _groups(labels: tuple[str, ...], header: RunHeader) -> list[FlowGroup]:

@@ -30,8 +30,9 @@ class ShareOfUnits(Detector):
         metric = next((name for name in self.metrics if name in record.metrics), self.metrics[-1])
         values = record.metrics.get(metric)
         labels = tuple(record.metric_labels.get(metric) or header.labels.get(metric, ()))
-        for group in self._groups.of(labels, header):
-            shares = None if values is None or values.size != len(labels) else values[group.rows]
+        seen = values is not None and values.size == len(labels)
+        for group in self._groups.of(labels, header) if seen else self._groups.known:
+            shares = values[group.rows] if seen and values is not None else None
             if shares is None or bool(np.isnan(shares).all()):
                 yield Finding(self.kind, flow=group.flow, level="unseen")
             elif (finding := self._judge(shares, group)) is not None:
