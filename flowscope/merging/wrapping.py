@@ -18,6 +18,7 @@ from torch import nn
 from flowscope.discovery.sites import SitePlan, plan_sites, uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection
+from flowscope.merging.idle import freeze_idle, thaw_idle
 from flowscope.merging.modes import make_connection, preserves_output
 from flowscope.merging.options import ModeOptions, mode_name, parse_options
 from flowscope.merging.placement import block_rule, contexts, servable
@@ -75,8 +76,10 @@ def wrap(
     try:
         weave_plan(inner, plan, name, settings)
         change = difference(trial.output, check_run(inner, plan, trial)) if trial is not None else None
+        idle = freeze_idle(connection for _, connection in connections(inner))
         extend_optimizer(inner, optimizer)
     except BaseException:
+        thaw_idle(inner)
         unweave(inner)
         raise
     if trial is None:
@@ -86,7 +89,7 @@ def wrap(
     if name == "deepnorm":
         for path, connection in connections(inner):
             deepnorm_init_(inner.get_submodule(path.rpartition(".")[0]), cast(Any, connection).beta)
-    report(inner, plan, name, settings, optimizer, change)
+    report(inner, plan, name, settings, optimizer, change, idle)
     return model
 
 
@@ -106,6 +109,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     trained = [block for block in blocks if is_trained(block)]
     lost = sum(p.numel() for _, c in connections(inner) for p in c.parameters())
     unweave(inner)
+    thaw_idle(inner)
     for module in inner.modules():
         for key, hook in list(module._forward_hooks.items()):
             if isinstance(hook, (ReduceHiddenStates, FirstForward, BlockRan)):
@@ -179,6 +183,7 @@ def report(
     settings: ModeOptions,
     optimizer: torch.optim.Optimizer | None,
     change: float | None,
+    idle: int = 0,
 ) -> None:
     """Log once what `wrap` did."""
     added = sum(p.numel() for _, c in connections(model) for p in c.parameters())
@@ -188,6 +193,7 @@ def report(
     parts = [
         f"wrap(mode={mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
         f"output at the start {kept}{measured}",
+        *([f"{idle} norms of the model are unused and frozen"] if idle else []),
         *([f"gate bias {', '.join(f'{b:+g}' for b in biases)}"] if biases else []),
         "the optimizer has the new parameters"
         if optimizer is not None
