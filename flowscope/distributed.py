@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
@@ -67,7 +68,7 @@ class Ranks:
         prepare: makes the record of a sampled step whose sums are there.
     """
 
-    _registered: ClassVar[int] = 0
+    _registered: ClassVar[Counter[str]] = Counter()
 
     def __init__(
         self, observation: Observation, config: WatchConfig, schedule: Schedule, prepare: Callable[[EndedStep], None]
@@ -121,9 +122,9 @@ class Ranks:
     def _register(self, group: Group) -> None:
         """Count this rank among those that have its layout; what is counted is only read in a later hook."""
         self.group = group
-        Ranks._registered += 1
         layout = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
-        self._key = f"flowscope/{Ranks._registered}/{layout}"
+        Ranks._registered[layout] += 1
+        self._key = f"flowscope/{layout}/{Ranks._registered[layout]}"
         self._store().add(self._key, 1)
         self._registered_at = self._ended
 
