@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from watch_models import IN, OUT, B, D, Stack, T, close_to, data, loss_of, watched
 
-from flowscope.probes.outputs import ENTRIES, SAMPLES, output_of, variation
+import flowscope
+from flowscope.probes.outputs import ENTRIES, SAMPLES, output_of, variation, width_of
 
 
 def naive(*outputs: Tensor) -> float:
@@ -149,3 +150,26 @@ def test_outputs_without_gradient_or_samples_are_none() -> None:
 
 def test_nan_stays_nan() -> None:
     assert np.isnan(variation(torch.tensor([[1.0, float("nan")], [2.0, 3.0]])).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"), [((3, 7), 7), ((3, 5, 11), 11), ((3, 7, 5, 4), 7), ((3,), 1), ((1, 7), 7), ((1, 5, 11), 11)]
+)
+def test_the_width_is_the_axis_that_a_cross_entropy_chooses_over(shape, width):
+    x = torch.randn(shape, requires_grad=True)
+    assert width_of({"loss": x.sum(), "logits": x, "hidden": torch.randn(3, 13, requires_grad=True)}) == width
+    assert width_of((x.detach(), x.sum())) is None
+
+
+def test_records_hold_the_output_width_and_the_parameters_precision():
+    model = nn.Sequential(nn.Linear(5, 8).bfloat16(), nn.ReLU(), nn.Linear(8, 7).bfloat16())
+    model[2].bias.data = model[2].bias.data.double()
+    model[2].forward = lambda x: x.float() @ model[2].weight.float().T + model[2].bias.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        model(torch.randn(3, 5).bfloat16()).sum().backward()
+        optimizer.step()
+    (record,) = scope.records
+    assert record["output_width"].tolist() == [7]
+    # eight bits of precision: the number after 1 is 1 + 2^-7; double has 2^-52
+    assert record["param_epsilon"].tolist() == [2**-7, 2**-7, 2**-7, 2**-52]

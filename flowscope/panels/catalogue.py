@@ -77,6 +77,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "Mean cosine between different tokens of a sequence. At 1 all tokens are one vector: alert over 0.999.",
         "linear",
     ),
+    "sample_cosine": (
+        "Depth",
+        "Mean cosine between different samples of a batch. At 1 all samples are one vector.",
+        "linear",
+    ),
     "branch_share": ("Depth", "Size of a block's change beside what it was given.", "linear"),
     "branch_alignment": ("Depth", "Mean diagonal of the branch's Jacobian, estimated.", "linear"),
     "effective_rank": ("Depth", "How many directions the tokens of a sequence use. At 1 they are one vector.", "log"),
@@ -92,6 +97,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "Share of the output that differs between samples. Near 0 the model answers the same to everything.",
         "log",
     ),
+    "output_width": ("Depth", "Values the model answers with for each thing it is asked (classes, words).", "linear"),
     "norm_gap": (
         "Depth",
         "Distance of BatchNorm's running statistics from those of the batches. Healthy: under 1 after 100 updates.",
@@ -139,9 +145,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "linear",
     ),
     "param_lr": ("Parameters", "Learning rate of the group that holds the parameter. Grey: none.", "log"),
+    "loss_scale": ("Finiteness", "Scale of the GradScaler in this step's backward.", "log"),
     "param_trainable": ("Parameters", "1 where the parameter asks for a gradient.", "linear"),
     "param_optimized": ("Parameters", "1 where an optimizer holds the parameter.", "linear"),
     "param_is_norm": ("Parameters", "1 where the parameter belongs to a normalisation layer.", "linear"),
+    "param_epsilon": ("Parameters", "Machine epsilon of the parameter's numbers.", "log"),
     "nonfinite": ("Finiteness", "Count of inf and NaN in the activation. Healthy: 0.", "linear"),
     "nonfinite_grad": ("Finiteness", "Count of inf and NaN in the gradient. Healthy: 0.", "linear"),
     "canary": (

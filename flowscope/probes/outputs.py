@@ -30,11 +30,14 @@ class OutputObserver:
     def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
         self._switch, self._hooks = switch, hooks
         self.sums: Tensor | None = None
+        self.width: int | None = None
+        """How many values the root answers with for each thing it is asked (classes, words), at its last forward."""
         hooks.after(model, self.PART, self._after, switch)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._switch.paused or is_compiling() or not torch.is_grad_enabled():
             return
+        self.width = width_of(output)
         x = output_of(output)
         if x is not None:
             with torch.no_grad():
@@ -55,6 +58,15 @@ class OutputObserver:
 def output_of(output: Any) -> Tensor | None:
     """The first floating-point tensor with gradient that holds a value for each of several samples (no loss)."""
     return next((x for x in floating_tensors(output) if x.requires_grad and x.dim() and batched(x).shape[0] > 1), None)
+
+
+def width_of(output: Any) -> int | None:
+    """The size of the axis over which a cross-entropy of the output would choose.
+
+    The last one of [B, E] and [B, T, E], the second of images [B, E, H, W], 1 for [B]; None without such a tensor.
+    """
+    x = next((x for x in floating_tensors(output) if x.requires_grad and x.dim()), None)
+    return None if x is None else 1 if x.dim() == 1 else int(x.shape[1 if x.dim() > 3 else -1])
 
 
 def batched(x: Tensor) -> Tensor:

@@ -76,6 +76,12 @@ class ParameterObserver:
         """1 where a parameter asks for a gradient, 0 where it is frozen."""
         return np.array([float(p is not None and p.requires_grad) for p in self.current()])
 
+    def epsilons(self) -> Array:
+        """The machine epsilon of each parameter's numbers: the relative distance from 1 to the next."""
+        kinds = [None if p is None else p.dtype for p in self.current()]
+        known = {kind: np.nan if kind is None else torch.finfo(kind).eps for kind in set(kinds)}
+        return np.array([known[kind] for kind in kinds])
+
     def _follow_replaced_modules(self) -> None:
         """Find the parameters again by their paths where a submodule was replaced since attaching."""
         if all(siblings.get(name) is child for siblings, name, child in self._children):

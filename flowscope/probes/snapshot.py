@@ -55,6 +55,7 @@ class Snapshot:
         self._norms = [(self._keep([t]), p) for t, p in norms or ()]
         output = observation.output.take() if observation.output else None
         self._output = None if output is None else self._keep([output])
+        self._width = observation.output.width if observation.output is not None else None
         self._replays = [
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
@@ -187,6 +188,8 @@ class Snapshot:
         if self._output is not None:
             variance, square = host[self._output][0]
             out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
+        if self._width is not None:
+            out.add("output_width", np.array([float(self._width)]), ("",))
         return out.finish(), out.layouts
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
@@ -302,6 +305,7 @@ class Snapshot:
             for name, array in zip(WIRING, self._wiring, strict=True):
                 out.add(name, array, names)
             out.add("param_is_norm", observation.parameters.is_norm, names)
+            out.add("param_epsilon", observation.parameters.epsilons(), names)
             if self._spreads:
                 _weight_spread(out, observation.parameters, [(i, host[where][0]) for where, i in self._spreads])
             norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}
