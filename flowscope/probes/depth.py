@@ -99,6 +99,8 @@ def run_statistics(before: Positions | None, points: list[Positions], origin: Po
             tokens = now.shape[1] // sequences
             means = statistics.token_cosines(now.reshape(-1, tokens, now.shape[-1]), norms[first:].reshape(-1, tokens))
             out[:, 2], out[:, 3] = _seen_sum(means.view(len(points), sequences).numpy())
+        if points[0].samples > 1:
+            out[:, 6], out[:, 7] = _seen_sum(statistics.sample_cosines(now, points[0].samples)[:, None].numpy())
         if len(chain) > 1:
             difference = states[1:] - states[:-1]
             square = torch.linalg.vecdot(difference, difference).numpy()
@@ -108,7 +110,7 @@ def run_statistics(before: Positions | None, points: list[Positions], origin: Po
             # without a point before the first, the first has no neighbour
             where = slice(1 - first, None)
             out[where, 4], out[where, 5] = square.sum(1), (length[:-1] * length[:-1]).sum(1)
-            out[where, 6:] = _bucket_rows(one_minus_cosine)
+            out[where, 8:] = _bucket_rows(one_minus_cosine)
     return out
 
 

@@ -174,7 +174,7 @@ class SiteObserver:
                 depth = summaries.depth_metrics(held[:, : statistics.COLUMNS])
                 for name in ("cosine", "cosine_p05", "cosine_p95"):
                     out[name] = (depth[name], self.labels[1:])
-                add({name: depth[name] for name in ("cosine_to_input", "token_cosine")})
+                add({name: depth[name] for name in ("cosine_to_input", "token_cosine", "sample_cosine")})
         else:
             add({"shortcut_product": site_summaries.shortcut_product(self._factors(gates, rows("norm")))})
         return out

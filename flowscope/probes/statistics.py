@@ -28,7 +28,8 @@ BUCKETS = (OCTAVES_BELOW + 1) * BUCKETS_PER_OCTAVE + 1
 SQUARE, NONFINITE, ELEMENTS = 0, 1, 2
 GRAD_SQUARE, GRAD_NONFINITE, BACKWARDS = 3, 4, 5
 TO_INPUT, TO_INPUT_COUNT, TOKEN, TOKEN_COUNT, BRANCH_SQUARE, CARRY_SQUARE = 6, 7, 8, 9, 10, 11
-HISTOGRAM = 12
+SAMPLE, SAMPLE_COUNT = 12, 13
+HISTOGRAM = 14
 COLUMNS = HISTOGRAM + BUCKETS
 
 
@@ -40,12 +41,14 @@ class Positions:
         values: [N, D] fp32, detached, N = sequences * tokens.
         sequences: how many sequences the N positions come from; 0 where the activation has no token axis.
         extent: (B, T) of the whole state: in a state of another extent (after a stride), position n is another place.
+        samples: how many of the B samples the N positions come from, equally many of each, one sample after another.
     """
 
     values: Tensor
     sequences: int
     extent: tuple[int, int]
     norms: Tensor | None = None
+    samples: int = 0
 
     @property
     def norm(self) -> Tensor:
@@ -108,7 +111,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
     # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
     values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])
-    return Positions(values, sequences, (batch, tokens), None if is_host(x) else lengths(values))
+    return Positions(values, sequences, (batch, tokens), None if is_host(x) else lengths(values), states.shape[0])
 
 
 Sums = Tensor | NDArray[np.float64] | tuple[float, ...]
@@ -172,6 +175,12 @@ def token_cosines(states: Tensor, norms: Tensor) -> Tensor:
     return means
 
 
+def sample_cosines(states: Tensor, samples: int) -> Tensor:
+    """Return [G] the mean cosine between two different samples of each state [G, N, D], positions averaged before."""
+    pooled = states.reshape(states.shape[0], samples, -1, states.shape[-1]).mean(2)
+    return token_cosines(pooled, lengths(pooled))
+
+
 LOWEST = -OCTAVES_BELOW - 1.0 / BUCKETS_PER_OCTAVE
 """Where bucket 0 begins, in octaves; what is smaller is moved into it."""
 
@@ -213,6 +222,8 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
     if now.sequences:
         shape = now.sequences, now.values.shape[0] // now.sequences
         products["token"] = token_cosines(now.values.view(*shape, -1), now.norm.view(shape))
+    if now.samples > 1:
+        products["sample"] = sample_cosines(now.values.unsqueeze(0), now.samples)
     if before is not None:
         difference = now.values - before.values
         products |= {"square": torch.linalg.vecdot(difference, difference), "before": before.norm}
@@ -239,9 +250,13 @@ def _combined(xp: Any, products: dict[str, Any]) -> tuple[list[Any], Any]:
         else:
             valid = xp.isfinite(values)
             scalars += [xp.where(valid, values, 0.0).sum(), valid.sum()]
+    alike = [0.0, 0.0]
+    if "sample" in products:
+        valid = xp.isfinite(products["sample"])
+        alike = [xp.where(valid, products["sample"], 0.0).sum(), valid.sum()]
     if "square" not in products:
-        return [*scalars, 0.0, 0.0], None
+        return [*scalars, 0.0, 0.0, *alike], None
     square, before = products["square"], products["before"]
     gap = products["norm"] - before
     one_minus_cosine = (square - gap * gap) * products["inverse"] / (2.0 * before)
-    return [*scalars, square.sum(), (before * before).sum()], cosine_buckets(one_minus_cosine)
+    return [*scalars, square.sum(), (before * before).sum(), *alike], cosine_buckets(one_minus_cosine)

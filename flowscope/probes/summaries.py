@@ -48,7 +48,8 @@ def depth_metrics(rows: Array) -> dict[str, Array]:
 
     cosine, cosine_p05, cosine_p95 [L]: median, 5th and 95th percentile over positions of cos(x_{l-1}, x_l), within 10 %
     of 1 - cos; cosine_to_input [P]: mean over positions of cos(x_0, x_l); token_cosine [P]: mean cosine between two
-    different tokens of one sequence; branch_share [L] = b / (b + r), b = |x_l - x_{l-1}|, r = |x_{l-1}|.
+    different tokens of one sequence; sample_cosine [P]: the same of two samples of a batch, each the mean of its
+    positions; branch_share [L] = b / (b + r), b = |x_l - x_{l-1}|, r = |x_{l-1}|.
     """
     histograms = rows[1:, s.HISTOGRAM :]
     with np.errstate(all="ignore"):
@@ -59,6 +60,7 @@ def depth_metrics(rows: Array) -> dict[str, Array]:
             "cosine_p95": 1 - histogram_quantiles(histograms, 0.05),
             "cosine_to_input": rows[:, s.TO_INPUT] / _nan_where_zero(rows[:, s.TO_INPUT_COUNT]),
             "token_cosine": rows[:, s.TOKEN] / _nan_where_zero(rows[:, s.TOKEN_COUNT]),
+            "sample_cosine": rows[:, s.SAMPLE] / _nan_where_zero(rows[:, s.SAMPLE_COUNT]),
             "branch_share": np.where(histograms.sum(1) > 0, branch / (branch + carry), np.nan),
         }
 
