@@ -66,7 +66,7 @@ class WatchConfig(BaseModel):
     sample_cosine: float = Field(0.999, gt=0, le=1, description="mean cosine between samples (heuristic)")
     embedding_cosine: float = Field(0.98, gt=0, le=1, description="the same for compared embeddings (heuristic)")
     faded_code: float = Field(5.0, gt=1, description="fall of an inner code's RMS since the start (heuristic)")
-    constant_output: float = Field(1e-3, gt=0, description="share of the output that varies (heuristic)")
+    constant_output: float = Field(1e-5, gt=0, description="share of the output that varies (heuristic)")
     dead_units: float = Field(0.7, gt=0, lt=1, description="units off in a module (DeepDiagnosis: .7; smdebug .5)")
     saturation: float = Field(0.5, gt=0, lt=1, description="values saturated in a module (smdebug, DeepDiagnosis: .5)")
     symmetry: float = Field(1e-5, gt=0, description="spread between the rows of a matrix (heuristic; rounding 1e-7)")
