@@ -37,6 +37,7 @@ GRADIENT_METRICS = frozenset(
         "param_grad_norm",
         "param_grad_norm_raw",
         "clip_ratio",
+        "grad_carried",
         "update_ratio",
         "param_unchanged",
     }
@@ -55,7 +56,7 @@ class EndedStep:
         losses: the losses given for it, numbers or on their way from a device.
         flags: what is special about it.
         scale: the GradScaler's scale in its backward, None without a scaler.
-        found_inf: per fused optimizer, whether it found inf and left the weights as they were.
+        found_inf: above 0 where the gradients of an optimizer held inf (the scaler's, or a fused optimizer's own).
         awaited: whether numbers of other ranks are still to come.
         record: the record, where it was made before its time (`Recorder.prepare`).
         rank_gap: gives the gap between the ranks of each parameter, where they were compared.
@@ -158,9 +159,10 @@ class Recorder:
 
     @staticmethod
     def _note_skip(ended: EndedStep) -> None:
-        """A fused optimizer is called all the same where the GradScaler found inf."""
-        if ended.found_inf and all(float(found) > 0 for found in ended.found_inf):
-            ended.flags, ended.found_inf = (*ended.flags, "skipped"), []
+        """A fused optimizer is called all the same where the GradScaler found inf; of several, others may step."""
+        found, ended.found_inf = ended.found_inf, []
+        if "skipped" not in ended.flags and any(float(value) > 0 for value in found):
+            ended.flags = (*ended.flags, "skipped")
 
     def _sampled(self, ended: EndedStep, snapshot: Snapshot) -> Record | None:
         made = self.faults.guard("records", snapshot.record, ended.step)
@@ -173,6 +175,7 @@ class Recorder:
             record.metrics = kept
         if ended.scale is not None:
             _unscale(record, float(ended.scale))
+            record.metrics["loss_scale"] = np.array([float(ended.scale)])
         gap = self.faults.guard("rank_gap", ended.rank_gap) if ended.rank_gap is not None else None
         if gap is not None:
             record.metrics["rank_gap"] = gap

@@ -1,9 +1,12 @@
-"""A GradScaler skips the optimizer when it finds inf, and no optimizer hook fires: its `update` tells."""
+"""A GradScaler skips the optimizer when it finds inf, and no optimizer hook fires: its `update` tells.
+
+One scaler may serve several optimizers: those of this model make its step, and one of them that finds inf spoils it.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +38,27 @@ def scale_of_caller() -> Any:
 
 
 class ScalerWatch:
-    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps, keeps the scale of each step."""
+    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps, keeps the scale of each step.
 
-    def __init__(self, scaler: Any, on_skip: Callable[[], None]) -> None:
+    Args:
+        scaler: the GradScaler.
+        on_skip: called where the step of our (last) optimizer was left out.
+        on_found: called in every `update` with what our optimizers' gradients were found to hold: inf where above 0.
+        optimizers: those of this model, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        scaler: Any,
+        on_skip: Callable[[], None],
+        on_found: Callable[[list[torch.Tensor]], None],
+        optimizers: Callable[[], Sequence[Any]],
+    ) -> None:
         if not all(callable(getattr(scaler, name, None)) for name in ("update", "get_scale", "is_enabled")):
             raise FlowscopeError(
                 f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the loop."
             )
-        self._scaler, self._on_skip = scaler, on_skip
+        self._scaler, self._on_skip, self._on_found, self._optimizers = scaler, on_skip, on_found, optimizers
         self._stepped = False
         self._update = scaler.update
         scaler.update = self._watched_update
@@ -57,10 +73,15 @@ class ScalerWatch:
         return self.scale()
 
     def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
-        stepped, self._stepped = self._stepped, False
-        if not stepped and getattr(self._scaler, "_per_optimizer_states", None):
-            self._on_skip()
-            self._stepped = False
+        states = dict(getattr(self._scaler, "_per_optimizer_states", None) or {})
+        if known := {id(optimizer) for optimizer in self._optimizers()}:
+            states = {key: state for key, state in states.items() if key in known}
+        if states:  # else the update is that of another model's optimizer
+            stepped, self._stepped = self._stepped, False
+            if not stepped:
+                self._on_skip()
+                self._stepped = False
+            self._on_found([t for state in states.values() for t in state.get("found_inf_per_device", {}).values()])
         return self._update(*args, **kwargs)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class Scope:
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
             self._clock = OptimizerClock(model, optimizer, self, self._hooks)
-            self._scaler = ScalerWatch(scaler, self._step_skipped) if scaler is not None else None
+            self._scaler = self._watch_scaler(scaler) if scaler is not None else None
         except BaseException:
             self._hooks.close()
             self._recorder.close()
@@ -289,7 +289,10 @@ class Scope:
     def use_scaler(self, scaler: Any) -> None:
         """Take over a GradScaler that was made after attaching; as `watch(scaler=...)`."""
         if not self._closed and self._scaler is None:
-            self._scaler = ScalerWatch(scaler, self._step_skipped)
+            self._scaler = self._watch_scaler(scaler)
+
+    def _watch_scaler(self, scaler: Any) -> ScalerWatch:
+        return ScalerWatch(scaler, self._step_skipped, self._scaler_found, self._clock_optimizers)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -449,6 +452,11 @@ class Scope:
         """The GradScaler found inf and skipped the optimizer."""
         self._end_step(flags=("skipped",))
         self._raise_stop()
+
+    def _scaler_found(self, found: list[Tensor]) -> None:
+        """What the scaler found in the gradients of the step that just ended (one optimizer of several was skipped)."""
+        if self._pending and self._pending[-1].snapshot is not None:
+            self._pending[-1].found_inf += [value.detach().clone() for value in found]
 
     def _observing(self) -> bool:
         switch = self._observation.switch

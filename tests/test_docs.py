@@ -221,7 +221,8 @@ def recorded() -> set[str]:
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"console": "off", "slow_every": 1, "branch_alignment": True}
-        with flowscope.watch(model, optimizer, config=config) as scope:
+        scaler = torch.amp.GradScaler("cpu")
+        with flowscope.watch(model, optimizer, scaler=scaler, config=config) as scope:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}

@@ -69,8 +69,8 @@ class DetectorSet:
     """All detectors of a run with the state of their alerts; memory is bounded by the layout, not by the run.
 
     A non-finite tensor silences everything else while it stands (one cause, one alert), and the other detectors neither
-    see nor learn from such a record. A record that GradScaler skipped says nothing; one flagged "unsampled" holds only
-    the finiteness canary.
+    see nor learn from such a record. A record that GradScaler skipped says nothing, but where its scale has collapsed;
+    one flagged "unsampled" holds only the finiteness canary.
     """
 
     def __init__(self, config: WatchConfig, detectors: Sequence[Detector] | None = None) -> None:
@@ -85,13 +85,12 @@ class DetectorSet:
 
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
-        if {"skipped", "possibly_skipped"} & set(record.flags):
-            return []
+        skipped = bool({"skipped", "possibly_skipped"} & set(record.flags))
         out: list[Alert] = []
         found: set[Cause] = set()
         for detector in self.detectors:
             finite = detector.kind in FINITE
-            if not finite and ("unsampled" in record.flags or self._spoilt(found)):
+            if not finite and (skipped or "unsampled" in record.flags or self._spoilt(found)):
                 continue
             part = f"detector {detector.name}"
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)

@@ -13,6 +13,9 @@ from flowscope.records import Record, RunHeader
 
 CANARY = ("input", "forward", "backward", "loss")
 
+SMALLEST_SCALE = 1.0
+"""A scale below this only shrinks the gradients further: what overflows there is not due to fp16's scaling (ours)."""
+
 ADVICE = {
     "input": "check the data of this batch (missing values, a zero standard deviation) and drop or clean it",
     "weight": "load the last good checkpoint; then lower the learning rate or clip gradients (clip_grad_norm_)",
@@ -38,6 +41,8 @@ class NonFinite(Detector):
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
+        if {"skipped", "possibly_skipped"} & set(record.flags):
+            return self._collapsed_scale(record)
         canary = dict(zip(CANARY, record.metrics.get("canary", np.zeros(4)).tolist(), strict=False))
         sampled = "unsampled" not in record.flags
         since, self._last_step = self._last_step, record.step
@@ -50,6 +55,15 @@ class NonFinite(Detector):
         if canary.get("input", 0) > 0 and not self._harmless_input:
             first = ("input", "", "the model's input", canary["input"])
         return [self._finding(first, record, exact=sampled and first[0] != "canary", since=since)]
+
+    def _collapsed_scale(self, record: Record) -> Iterable[Finding]:
+        """A GradScaler halves its scale with each step it skips; a few are usual, below 1 no scale is to blame."""
+        scale = float(record.metrics.get("loss_scale", np.array([np.nan]))[0])
+        if not scale < SMALLEST_SCALE:
+            return [Finding(self.kind, level="unseen")]
+        words = f"the GradScaler skips step after step and its scale fell to {scale:.3g}: gradients overflow without it"
+        advice = "watch a few steps without scaler and autocast: the first non-finite tensor is then named"
+        return [Finding(self.kind, "", "error", scale, SMALLEST_SCALE, words, advice, immediate=True)]
 
     def _sampled(
         self, record: Record, header: RunHeader, canary: Mapping[str, float]
