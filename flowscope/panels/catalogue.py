@@ -132,6 +132,11 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "update_ratio": ("Parameters", "How far one step moves each parameter. Rule of thumb: about 0.001.", "log"),
     "param_grad_norm": ("Parameters", "Gradient the optimizer consumes. Grey: none arrived.", "log"),
     "param_grad_norm_raw": ("Parameters", "Gradient as backward left it, before clipping.", "log"),
+    "grad_carried": (
+        "Parameters",
+        "What .grad held of earlier steps, over what this step used. Healthy: 0 (zero_grad was called).",
+        "linear",
+    ),
     "clip_ratio": ("Parameters", "Gradient norm after clipping over before. 1: not clipped.", "log"),
     "param_norm": ("Parameters", "Norm of each parameter.", "log"),
     "weight_spread": (
@@ -181,6 +186,7 @@ _OF_THE_MODEL = {
     "connection_grad_norm_generators",
     "dead_fraction",
     "dead_lasting",
+    "grad_carried",
     "norm_gap",
     "output_spread",
     "saturation",

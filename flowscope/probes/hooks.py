@@ -176,6 +176,15 @@ class Hooks:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         return self._handles[-1]
 
+    def before_accumulation(
+        self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
+    ) -> Any:
+        """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""
+        hook = ParameterHook(Hook(part, observe, self.faults, switch))
+        hook.handle = _register(parameter, hook.weak())
+        self._handles.append(hook)
+        return hook
+
     def after_accumulation(
         self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
     ) -> Any:

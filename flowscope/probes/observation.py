@@ -18,6 +18,7 @@ from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
 from flowscope.probes.canary import Canary
+from flowscope.probes.carried_gradients import CarriedGradients
 from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
@@ -218,6 +219,7 @@ class Observation:
         self.switch.stale = False
         if sampling and self.parameters is not None:
             self.faults.guard(RawGradients.PART, self.parameters.raw.follow)
+            self.faults.guard(CarriedGradients.PART, self.parameters.carried.follow)
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_norm
+from flowscope.probes.carried_gradients import CarriedGradients
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.norms import Number, norms
 from flowscope.probes.payload import local
@@ -26,7 +27,7 @@ from flowscope.probes.weight_samples import WeightSamples
 from flowscope.probes.weight_spread import spreads
 
 SAMPLE_BUDGET = 1 << 22
-ROWS = 7
+ROWS = 8
 """What is read of each parameter: see `ParameterObserver.take`."""
 Array = NDArray[np.float64]
 
@@ -58,6 +59,7 @@ class ParameterObserver:
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
         self.raw = RawGradients(self._followed, switch, hooks)
+        self.carried = CarriedGradients(self._followed, switch, hooks)
         self._switch = switch
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
         self.spreads: list[tuple[list[int], Tensor]] = []
@@ -142,18 +144,19 @@ class ParameterObserver:
         self.updates = self._samples.changes(self._live())
 
     def take(self) -> tuple[Array, NDArray[np.bool_], list[tuple[Tensor, list[tuple[int, int]]]]]:
-        """Return this step's numbers as the rows [7, n], which of them were read, and those still on devices.
+        """Return this step's numbers as the rows [8, n], which of them were read, and those still on devices.
 
         Rows: 0 norm, 1 gradient norm, 2 norm of the sampled change, 3 norm of the sampled entries before the step, 4
         share of the sampled entries that the step left exactly as they were, 5 gradient norm at the end of backward
-        (times the loss scale), 6 whether the gradient is since then the same version of the same tensor.
+        (times the loss scale), 6 whether the gradient is since then the same version of the same tensor, 7 norm of
+        what `.grad` held before this step's gradients arrived.
         What is on a device comes as vectors, each with the (row, parameter) its entries belong to.
         """
         values = np.full((ROWS, len(self.names)), np.nan)
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
         rows: list[tuple[int, Mapping[int, Number]]] = [(0, self.norms), (1, self.gradients)]
         rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(3)]
-        rows += [(5, self.raw.norms), (6, self.raw.untouched)]
+        rows += [(5, self.raw.norms), (6, self.raw.untouched), (7, self.carried.norms)]
         read = np.zeros(values.shape, dtype=bool)
         for row, found in rows:
             read[row, list(found)] = True
@@ -165,6 +168,7 @@ class ParameterObserver:
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
+        self.carried.drop()
         self.spreads = []
         vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
@@ -177,6 +181,7 @@ class ParameterObserver:
         self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
+        self.carried.drop()
         self.spreads = []
         self._samples.drop()
 

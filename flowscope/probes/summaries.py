@@ -91,15 +91,15 @@ def histogram_quantiles(counts: Array, q: float) -> Array:
 
 
 def parameter_metrics(values: Array, sampled: NDArray[np.bool_]) -> dict[str, Array]:
-    """Metrics of the parameters from the rows that `ParameterObserver.take` describes, [7, n]; row 5 unscaled.
+    """Metrics of the parameters from the rows that `ParameterObserver.take` describes, [8, n]; row 5 unscaled.
 
     param_norm, param_grad_norm: NaN where not read (frozen, gradient None), inf where the tensor holds non-finite
     entries. update_ratio = |dw| / |w|; NaN where the weights were exactly zero before the step. param_unchanged: the
     share of entries that stayed as they were. param_grad_norm_raw: the gradient norm before clipping, where it was read
     or where nothing touched the gradient since. clip_ratio [1]: total gradient norm after over before, NaN unless all
-    of it is known.
+    of it is known. grad_carried [1]: what was in `.grad` before the step's gradients, over what the step used.
     """
-    norm, gradient, change, before, _, raw, untouched = np.where(sampled & ~np.isfinite(values), np.inf, values)
+    norm, gradient, change, before, _, raw, untouched, held = np.where(sampled & ~np.isfinite(values), np.inf, values)
     with np.errstate(all="ignore"):
         ratio = np.where(before > 0, change / before, np.nan)
         raw = np.where(np.isnan(raw) & (untouched == 1), gradient, raw)
@@ -108,11 +108,14 @@ def parameter_metrics(values: Array, sampled: NDArray[np.bool_]) -> dict[str, Ar
         largest = np.max(raw[used], initial=0.0)
         totals = [np.sqrt(np.sum((total[used] / largest) ** 2)) for total in (gradient, raw)]
         clip = totals[0] / totals[1]
+        looked = ~np.isnan(held) & used
+        carried = np.sqrt(np.sum(held[looked] ** 2)) / np.sqrt(np.sum(gradient[looked] ** 2))
     return {
         "param_norm": norm,
         "param_grad_norm": gradient,
         "param_grad_norm_raw": raw,
         "clip_ratio": np.array([clip]),
+        "grad_carried": np.array([carried]),
         "update_ratio": ratio,
         "param_unchanged": values[4],
     }
