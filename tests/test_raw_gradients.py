@@ -227,7 +227,7 @@ def hooks_of(model: nn.Module) -> Iterator[int]:
 def test_hooks_go_with_the_scope_and_are_not_in_copies() -> None:
     model = Stack(3)
     scope = watched(model)
-    assert 0 < sum(hooks_of(model)) <= 7
+    assert 0 < sum(hooks_of(model)) <= 4 + 2 * 3  # four triggers, and two hooks on three small parameters
     assert not sum(hooks_of(copy.deepcopy(model)))
     scope.close()
     assert not sum(hooks_of(model))
