@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/wrapping.md",
     "docs/actions.md",
     "docs/run.md",
+    "docs/matrix.md",
     "docs/integrations.md",
     "docs/migration.md",
     "docs/detection.md",

@@ -287,8 +287,9 @@ def _is_batched(gradient: Tensor) -> bool:
 def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:
     failed = faults.failed
 
-    def hook(gradient: Tensor) -> None:
-        if MASK.on or part in failed or _is_batched(gradient):
+    def hook(gradient: Tensor | None) -> None:
+        # a compiled graph's output that no loss uses gets None
+        if gradient is None or MASK.on or part in failed or _is_batched(gradient):
             return
         try:
             deposit(gradient.detach())
