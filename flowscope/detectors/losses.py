@@ -23,7 +23,9 @@ SIGMA = 1.4826
 NOISE = 4.0
 """Standard deviations of single losses beyond the level that the median of five does not reach by noise."""
 LEAST_RISE = 0.1
-"""A rise by less than this share of the level, or of what was learned so far, is no spike, however quiet the run."""
+"""A rise by less than this share of the level is no spike, however quiet the run."""
+LEAST_LOST = 0.5
+"""Nor is one by less than this share of what was learned so far: near the edge of stability healthy runs lose .4."""
 SPAN = 5
 """A spike holds for more than half of this many steps."""
 RESTART = 2.0
@@ -92,7 +94,7 @@ class LossSpike(Detector):
         spread = SIGMA * float(np.median(np.abs(rises - np.median(rises))))
         highest = max(0.0, float(rises.max()))
         progress = float(np.median(self._first)) - level
-        least = LEAST_RISE * max(abs(level), progress, 1e-12)
+        least = max(LEAST_RISE * abs(level), LEAST_LOST * progress, 1e-12)
         rise = max(NOISE * spread, self.config.loss_spike * highest, least)
         above = smooth - level
         self._learn(leaving, above <= rise)
