@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
 from detector_records import header, layout, play, record, slope, told
+from torch import nn
+from torch.nn import functional
+
+import flowscope
+from flowscope.config import WatchConfig
+from flowscope.detectors import DetectorSet
 
 DEPTH = 24
 HEAD = header(layout(depth=DEPTH))
@@ -122,3 +131,167 @@ def test_collapsed_tokens_explain_a_collapsed_rank():
     first = {"token_cosine": [0.0, 0.1, 0.2, 0.3], "effective_rank": [30, 25, 20, 20]}
     (alert,) = play((record(s, first if s < 2 else both) for s in range(8)), CHAIN)
     assert alert.kind == "token_collapse"
+
+
+TWO = header(layout("encoder", 2, "chain"), layout("decoder", 2, "chain"))
+
+
+def samples(step: int, *distance: float, calls: float = 1, **parameters):
+    flow = {"sample_cosine": 1 - np.array(distance), "forward_calls": [calls] * len(distance)}
+    return record(step, flow, **parameters)
+
+
+def test_samples_that_end_alike_from_the_start_are_told_after_ten_records():
+    # x_1 is still fine, x_2 and x_3 hold one vector: 1 - cos under 1e-3, at x_0 0.5
+    (alert,) = play((samples(s, 0.5, 0.1, 5e-4, 1e-5) for s in range(12)), CHAIN)
+    assert told([alert]) == [("representation_collapse", "network.1", 9, "raised")]
+    assert alert.value == pytest.approx(1 - 1e-5)
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        [(0.5, 0.3, 0.2, 1e-9)] * 15,  # one output unit: positive predictions have a cosine of 1
+        [(0.005, 1e-4, 1e-5, 1e-5)] * 15,  # alike when they came in
+        [(0.5, 0.1, 5e-4, 5e-4)] * 8 + [(0.5, 0.2, 0.1, 0.2)] * 8,  # an untrained sigmoid chain that learns
+        [(0.3, 0.3, 0.3, 0.2)] * 3 + [(0.3, 0.3, 0.2, 0.01)] * 12,  # a head with a large common part
+        [(np.nan,) * 4] * 15,
+    ],
+)
+def test_healthy_sample_cosines_are_silent(series):
+    assert play((samples(s, *values) for s, values in enumerate(series)), CHAIN) == []
+
+
+def test_compared_embeddings_that_close_up_are_told_after_three_records():
+    # runs twice a step: 1 - cos falls from .4 to under .02 at step 4
+    series = [0.4, 0.3, 0.1, 0.05, 0.018, 0.015, 0.012, 0.012, *[0.03] * 4, *[0.2] * 3]
+    alerts = play((samples(s, 0.3, 0.3, 0.2, last, calls=2) for s, last in enumerate(series)), CHAIN)
+    assert told(alerts) == [
+        ("representation_collapse", "network.2", 6, "raised"),
+        ("representation_collapse", "network.2", 14, "resolved"),
+    ]
+    assert alerts[0].since == 4
+    assert "stop-gradient" in alerts[0].advice
+
+
+def codes(step: int, before: float, code: float, last: bool = False):
+    flow, other = {"act_rms": [1.0, before, code]}, {"act_rms": [1.0, 1.0, 1.0]}
+    return record(step, other if last else flow, others={"decoder": flow if last else other})
+
+
+def test_an_inner_code_that_fades_by_itself_is_told():
+    series = [(0.5, 0.7)] * 3 + [(0.4, 0.2), (0.3, 0.13), (0.3, 0.12), (0.3, 0.1)]
+    (alert,) = play((codes(s, *sizes) for s, sizes in enumerate(series)), TWO)
+    # .7 / 5 = .14 is the limit; the layer before fell by 1.7
+    assert told([alert]) == [("representation_collapse", "encoder.1", 6, "raised")]
+    assert (alert.since, alert.flow) == (4, "encoder")
+    assert (alert.value, alert.limit) == (0.1, pytest.approx(0.14))
+
+
+def test_outputs_that_shrink_and_flows_that_shrink_as_a_whole_are_healthy():
+    whole = [(0.5, 0.7)] * 3 + [(0.05, 0.06)] * 9
+    assert play((codes(s, *sizes) for s, sizes in enumerate(whole)), TWO) == []
+    output = [(0.5, 0.7)] * 3 + [(0.5, 0.01)] * 9
+    assert play((codes(s, *sizes, last=True) for s, sizes in enumerate(output)), TWO) == []
+
+
+def test_one_cause_one_alert_of_samples_rank_and_output():
+    def item(step: int):
+        out = samples(step, 0.5, 1e-5, 1e-6, 1e-6, output_spread=[1e-7])
+        out.metrics["effective_rank"] = np.array([20.0, 1.0, 1.0, 1.0])
+        return out
+
+    assert [a.kind for a in play((item(s) for s in range(15)), CHAIN)] == ["representation_collapse"]
+
+
+def test_an_output_that_is_constant_for_ten_records_is_told_for_the_whole_model():
+    (alert,) = play((record(s, None, output_spread=[3e-6]) for s in range(12)), CHAIN)
+    assert told([alert]) == [("constant_output", "", 9, "raised")]
+    assert (alert.value, alert.limit, alert.flow) == (3e-6, 1e-5, None)
+    assert play((record(s, None, output_spread=[2e-4]) for s in range(12)), CHAIN) == []
+    assert play((record(s, None, output_spread=[np.nan]) for s in range(12)), CHAIN) == []
+    assert play((record(s, None, output_spread=[0.0 if s < 9 else 0.3]) for s in range(20)), CHAIN) == []
+
+
+def test_collapsed_tokens_with_the_gradient_gone_are_one_error_at_once():
+    flow = {"token_cosine": [0.0, 0.5, 0.9, 0.9995, 0.9999, 0.9999, 0.9999], **slope(1e-5)}
+    (alert,) = play(record(s, flow) for s in range(4))
+    assert (alert.kind, alert.severity, alert.where, alert.step) == ("token_collapse", "error", "blocks.2", 0)
+    flow |= slope(5e-3)  # short of its own limit: a warning
+    (alert,) = play(record(s, flow) for s in range(4))
+    assert (alert.kind, alert.severity, alert.step) == ("token_collapse", "warning", 1)
+
+
+@pytest.mark.parametrize("cut", [2, 7, 12])
+def test_the_state_of_collapses_goes_on(cut):
+    def item(step: int):
+        out = samples(step, 0.3, 0.3, 0.2, 0.4 if step < 6 else 0.01, calls=2)
+        out.metrics["effective_rank"] = np.array([30, 25, 22, 20.0 if step < 9 else 1.0])
+        out.metrics["act_rms"] = np.array([1.0, 1.0, 1.0, 1.0 if step < 5 else 0.1])
+        return out
+
+    head = header(layout("network", 3, "chain"), layout("decoder", 3, "chain"))
+    whole, first, second = (DetectorSet(WatchConfig()) for _ in range(3))
+    expected = [a for s in range(16) for a in whole.check(item(s), head)]
+    assert len(expected) >= 2
+    start = [a for s in range(cut) for a in first.check(item(s), head)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert start + [a for s in range(cut, 16) for a in second.check(item(s), head)] == expected
+
+
+def alerts_of(model: nn.Module, loss, lr: float, steps: int) -> list[tuple[str, str]]:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(model, torch.randn(30, 6, generator=generator), generator).backward()
+            optimizer.step()
+    return [(a.kind, a.where) for a in scope.alerts if a.severity != "info" and a.state == "raised"]
+
+
+def twins(model: nn.Module, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Two noisy views are drawn together, and nothing keeps samples apart."""
+    first, second = (model(x + 0.1 * torch.randn(x.shape, generator=generator)) for _ in range(2))
+    return -functional.cosine_similarity(first, second).mean()
+
+
+def test_real_twins_without_a_stop_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 8))
+    kinds = {kind for kind, _ in alerts_of(model, twins, 0.2, 120)}
+    assert kinds == {"representation_collapse"}
+
+
+def test_a_real_softmax_between_layers_ends_alike():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 20), nn.Softmax(-1), nn.Linear(20, 16), nn.Softmax(-1), nn.Linear(16, 12), nn.Softmax(-1),
+        nn.Linear(12, 3),
+    )  # fmt: skip
+
+    def loss(model, x, generator):
+        return functional.cross_entropy(model(x), (x[:, 0] > 0).long())
+
+    assert {kind for kind, _ in alerts_of(model, loss, 0.1, 12)} <= {"vanishing_gradient", "representation_collapse"}
+    assert alerts_of(model, loss, 0.1, 12)
+
+
+def test_a_real_clamp_above_every_output_is_constant():
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 2))
+            self.low = 50.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x).clamp(min=self.low)
+
+    def loss(model, x, generator):
+        return (model(x) - x[:, :2]).square().mean()
+
+    model = Clamped()
+    assert ("constant_output", "") in alerts_of(model, loss, 0.01, 12)
+    model.low = -50.0
+    assert alerts_of(model, loss, 0.01, 12) == []

@@ -198,7 +198,7 @@ class RepresentationCollapse(Detector):
         before, code = np.median(first, axis=0) / np.maximum(size[-2:], np.finfo(np.float64).tiny)
         limit = self.config.faded_code
         if code <= limit or code <= TWICE * before:
-            near = code > limit / self.config.release_factor and code > TWICE * before
+            near = code > limit / self.config.release_factor
             return Finding(self.kind, flow=name, cause="code", level="near") if near else None
         last = size.size - 1
         return Finding(

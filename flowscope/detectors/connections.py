@@ -15,6 +15,8 @@ RELEASE = 0.75
 """A share has no factor of three to fall by: clean means below this much of the limit."""
 MOST = 0.5
 """Fewer saturated gates than this share are how a trained network skips a block: an info."""
+SHUT = 0.5
+"""A saturated gate with a mean below it is shut, else open."""
 CERTAIN = 100.0
 """A gain beyond its limit by this factor is an error at once (the mHC paper's surge came at about 3,000)."""
 
@@ -32,22 +34,25 @@ class GateSaturation(Detector):
     kind = "gate_saturation"
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding a flow at most."""
+        """Two causes a flow: serious (most gates), few; one of them at a time."""
         for view in each_flow(record, header):
-            share, mean = view.get("gate_saturation"), view.get("gate_mean")
+            share, mean, name = view.get("gate_saturation"), view.get("gate_mean"), view.layout.name
             if share is None or mean is None or share.shape != mean.shape:
-                yield Finding(self.kind, flow=view.layout.name, level="unseen")
-            elif (finding := self._judge(view, share, mean)) is not None:
-                yield finding
+                yield from (Finding(self.kind, flow=name, cause=cause, level="unseen") for cause in ("serious", "few"))
+                continue
+            beyond = share > self.config.gate_saturation
+            if beyond.any():
+                yield self._finding(view, share, mean, beyond)
+            close = share > RELEASE * self.config.gate_saturation
+            if close.any() and not beyond.any():
+                yield Finding(self.kind, flow=name, cause="few", level="near")
+            if not self._serious(view, mean, beyond, MOST) and self._serious(view, mean, close, RELEASE * MOST):
+                yield Finding(self.kind, flow=name, cause="serious", level="near")
 
-    def _judge(self, view: FlowView, share: Array, mean: Array) -> Finding | None:
+    def _finding(self, view: FlowView, share: Array, mean: Array, beyond: Flags) -> Finding:
         limit, name = self.config.gate_saturation, view.layout.name
-        beyond = share > limit
-        if not beyond.any():
-            near = bool((share > RELEASE * limit).any())
-            return Finding(self.kind, flow=name, level="near") if near else None
-        shut = beyond & (mean < 0.5)
-        serious = self._serious(view, shut, beyond)
+        shut = beyond & (mean < SHUT)
+        serious = self._serious(view, mean, beyond, MOST)
         counted = shut if shut.any() else beyond
         where, count = int(np.argmax(counted)), int(counted.sum())
         word = "shut" if shut.any() else "open"
@@ -68,10 +73,10 @@ class GateSaturation(Detector):
         )
 
     @staticmethod
-    def _serious(view: FlowView, shut: Flags, beyond: Flags) -> bool:
+    def _serious(view: FlowView, mean: Array, saturated: Flags, most: float) -> bool:
         """Most gates shut; for gates of the user's own model, whose meaning is unknown, most of them saturated."""
-        counted = beyond if view.layout.kind == "gates" else shut
-        return bool(counted.sum() >= MOST * beyond.size)
+        counted = saturated if view.layout.kind == "gates" else saturated & (mean < SHUT)
+        return bool(counted.sum() >= most * saturated.size)
 
 
 class StreamCollapse(Detector):
@@ -158,7 +163,7 @@ class MixingGain(Detector):
             near = largest > limit / self.config.release_factor
             return Finding(self.kind, flow=name, cause="amplifies", level="near") if near else None
         # forward products grow from the input on, backward ones towards it: the first site beyond from where they start
-        ahead = float(np.nanmax(forward)) >= float(np.nanmax(backward))
+        ahead = float(np.nanmax(forward)) >= 0.99 * float(np.nanmax(backward))  # a tie but for rounding is forward
         over = np.flatnonzero((forward if ahead else backward) > limit)
         where = int(over[0] if ahead else over[-1])
         certain = largest > CERTAIN * limit

@@ -43,7 +43,9 @@ class SolverCost(Detector):
             self._first.append(cost)
         if len(self._first) < 3:
             return
-        base = np.nanmedian(self._first, axis=0)
+        first, base = np.array(self._first), np.full(cost.shape, np.nan)
+        seen = np.isfinite(first).any(axis=0)
+        base[seen] = np.nanmedian(first[:, seen], axis=0)
         growth = np.divide(cost, base, out=np.ones_like(cost), where=base > 0)
         limit, where = self.config.solver_growth, int(np.nanargmax(growth))
         if not growth[where] > limit:
