@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, each_flow, module_of, parameter_name
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, module_of, parameter_name
+from flowscope.detectors.gradients import gradient_flows
 from flowscope.records import Record, RunHeader
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
@@ -24,7 +25,7 @@ class NoGradient(Detector):
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Cuts by flow; where there is none, one finding for all unused parameters; one for all frozen ones."""
         cuts: list[Finding] = []
-        for view in each_flow(record, header):
+        for view in gradient_flows(record, header):
             # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
             finding = (self._cut(view) or self._detached(view, header)) if view.layout.kind != "time" else None
             if finding is not None:
