@@ -103,15 +103,23 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
         if state.global_step > 0 and (restored := saved["attributes"].get("restored")):
             self.scope.load_state_dict(restored)
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
+        if args.world_size > 1 and self.scope is not None and self.scope.optimizers:
+            self._hand_over(args)
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand over the loss; the optimizer's step hook counts the steps."""
-        if self.scope is not None and self._loss is not None:
-            loss = self._loss.take(args.world_size if args.average_tokens_across_devices else 1)
-            # without a loss the step stays open for the one that `on_log` may bring
-            if loss is not None or not self.scope.optimizers:
-                self.scope.step(loss=loss)
+        if self.scope is None or self._loss is None:
+            return
+        if args.world_size == 1 or not self.scope.optimizers:
+            self._hand_over(args)
+        elif self._loss.seen:
+            self.scope.step()  # the step has its loss: the next one belongs to the next
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Hand over the logged loss where the model returns none."""
@@ -148,6 +156,13 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
             "args": {name: value for name, value in arguments.items() if _is_json(value)},
             "attributes": {"restored": self.scope.state_dict() if self.scope is not None and live else None},
         }
+
+    def _hand_over(self, args: TrainingArguments) -> None:
+        if self.scope is not None and self._loss is not None:
+            loss = self._loss.take(args.world_size if args.average_tokens_across_devices else 1)
+            # without a loss the step stays open for the one that `on_log` may bring
+            if loss is not None or not self.scope.optimizers:
+                self.scope.step(loss=loss)
 
     def _ask_stop(self, alert: Alert) -> None:
         self._stop_asked = True

@@ -64,6 +64,7 @@ class FlowscopeCallback(Callback):
         self._stop_on = [stop_on] if isinstance(stop_on, str) else list(stop_on or ())
         self._watch_options = watch_options
         self._restored: dict[str, Any] = {}
+        self._loss_comes_early = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap, if asked to; for every stage, since a checkpoint of the wrapped module needs the wrapped module."""
@@ -77,7 +78,10 @@ class FlowscopeCallback(Callback):
             trainer.should_stop = True
 
         self._close()
-        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._watch_options}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # a scaler has multiplied the loss before `on_before_backward`
+        self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
+        options = {"scaler": scaler, **self._watch_options}
         options["sinks"] = [*options.get("sinks", ()), StopSink(self._stop_on, stop)]
         self.scope = flowscope.watch(
             pl_module,
@@ -91,15 +95,20 @@ class FlowscopeCallback(Callback):
             self.scope.load_state_dict(self._restored)
             self._restored = {}
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
+        if self._loss_comes_early:
+            self._hand_over(trainer, pl_module, loss)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hand over the loss; the optimizer's step hook counts the steps."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self.scope is not None and isinstance(loss, torch.Tensor):
-            # Lightning divides each micro-batch's loss by their number; the scope averages them itself
-            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.scope.step(loss=loss.detach() * scale)
+        if self.scope is not None and self._loss_comes_early:
+            self.scope.step()  # the step has its loss: the next one belongs to the next
+        elif isinstance(loss, torch.Tensor):
+            self._hand_over(trainer, pl_module, loss)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Detach and finish the files when the fit ends by an exception or Ctrl-C."""
@@ -116,6 +125,12 @@ class FlowscopeCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until the scope exists: checkpoints are read before `on_fit_start`."""
         self._restored = state_dict
+
+    def _hand_over(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        if self.scope is not None:
+            # Lightning divides each micro-batch's loss by their number; the scope averages them itself
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.scope.step(loss=loss.detach() * scale)
 
     def _find_log_dir(self, trainer: Trainer) -> str | Path | None:
         if self._log_dir is not None:
