@@ -148,3 +148,19 @@ def test_a_parameter_without_gradient_may_be_in_no_optimizer():
     unused = parameters([1, 1, 1, 1, 0], [0.1, NAN, 0.1, 0.1, NAN], [1, 0, 1, 1, 0])
     alerts = play(record(s, **unused) for s in range(5))
     assert {alert.severity for alert in alerts} == {"info"}
+
+
+def test_stages_that_are_detached_behind_their_end_are_one_alert_of_the_network():
+    flows = [layout("layer1", 2, "stage"), layout("layer2", 2, "stage"), layout("network", 4, "network")]
+    names = ("layer1.0.weight", "layer2.0.weight", "network.0.weight", "head.weight")
+    calls = {"tracked_calls": [1] * 3, "backward_calls": [0] * 3}
+    whole = {"tracked_calls": [1] * 5, "backward_calls": [0] * 5}
+    series = [
+        record(s, calls, others={"layer2": calls, "network": whole}, param_trainable=[1] * 4, param_optimized=[1] * 4,
+               param_grad_norm=[np.nan, np.nan, np.nan, 0.5])
+        for s in range(5)
+    ]  # fmt: skip
+    for item in series:
+        item.metric_labels = {"param_norm": names}
+    alerts = play(series, header(*flows, parameters=names))
+    assert [(a.kind, a.flow, a.step) for a in alerts if a.severity != "info"] == [("no_gradient", "network", 2)]
