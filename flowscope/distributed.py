@@ -53,9 +53,11 @@ SCHEDULE_STEPS = 1024
 MOST_LATE = 128
 BUCKETS = 64
 LOCAL = frozenset(
-    {"effective_rank", "cosine_matrix", "branch_alignment", "grad_carried", "norm_gap", "jacobian_radius"}
+    {"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap", "jacobian_radius"}
 )
 """What does not add up over ranks: the first rank's, sent to the others with the next sum."""
+LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
+"""What is read from whole matrices, of which a rank may hold a part."""
 
 
 class Ranks:
@@ -179,6 +181,12 @@ class Ranks:
         assert self._sharing is not None
         return self.group, self._sharing
 
+    def _fresh_sharing(self) -> Sharing:
+        """This rank's share, anew where parameters have come since."""
+        group, sharing = self._party()
+        parameters = self._parameters()
+        return sharing if len(parameters) == len(sharing.owned) else group.sharing(parameters, sharing.device)
+
     def _parameters(self) -> list[Tensor | None]:
         parameters = self._observation.parameters
         return parameters.current() if parameters is not None else []
@@ -297,7 +305,7 @@ class Ranks:
         self._compare_replicas(ended, self._exchange)
 
     def _own_parts(self, ended: EndedStep) -> list[Part]:
-        sharing = self._party()[1]
+        sharing = self._sharing = self._fresh_sharing()
         own = [self._local_part(key, values) for key, values in self._locals.items()]
         return own + (ended.snapshot.parts(sharing, self._agreed) if ended.snapshot is not None else [])
 
@@ -350,7 +358,8 @@ class Ranks:
         record, snapshot = ended.record, ended.snapshot
         if record is None or snapshot is None:
             return
-        keys = [key for key in record.metrics if is_local(key, record, snapshot.local_flows())]
+        sharded = self._party()[0].kind in ("FSDP2", "tensor parallel")
+        keys = [key for key in record.metrics if is_local(key, record, snapshot.local_flows(), sharded=sharded)]
         self._locals = {key: record.metrics.pop(key) for key in keys}
         if keys:
             record.notes = (*record.notes, f"of the first rank alone (local): {', '.join(keys)}")
@@ -423,10 +432,10 @@ class Ranks:
         ended.rank_gap = partial(exchange.extremes.gap, replicated)
 
 
-def is_local(key: str, record: Record, local_flows: Collection[str]) -> bool:
+def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded: bool) -> bool:
     """Whether a metric does not add up over ranks."""
     metric, flow = split_key(key)
-    if metric in LOCAL:
+    if metric in LOCAL or (sharded and metric in LOCAL_WHERE_SHARDED):
         return True
     first = record.flow_names[0] if record.flow_names else None
     return (flow or first) in local_flows and metric in ("grad_norm", "grad_rms", "gain", "gradient_product", "act_rms")

@@ -71,6 +71,15 @@ class PartMaker:
 
         return [Part(name, size, gather, lambda total: self._replace(where, total.reshape(rows, columns)))]
 
+    def vector(self, name: str, where: slice) -> list[Part]:
+        """One tensor of sums that not every step has."""
+        held = self._tensors[where.start]
+
+        def gather() -> Tensor:
+            return flat([held], self._sharing.device) if self._sharing.states else self._zeros(held.numel())
+
+        return [Part(name, held.numel(), gather, lambda total: self._replace(where, total), fixed=False)]
+
     def rows(self, where: slice, flows: Sequence[FlowObserver], calls: Calls, fixed: int) -> list[Part]:
         """The rows of the points: those known from the structure as one part, each further call as one of its own.
 
@@ -159,7 +168,7 @@ class PartMaker:
     def _unit_part(
         self, probe: UnitProbe, head: int, count: int, vector: Tensor | None, put: Callable[[Array], None]
     ) -> Part:
-        """[how many ranks saw it, sums (2) of kinds that have them, packed units]."""
+        """[positions it was seen at, sums (2) of kinds that have them, packed units]."""
         ranks, device = self._sharing.ranks, self._sharing.device
         size = 1 + head + packed_size(count, ranks)
 
@@ -167,10 +176,12 @@ class PartMaker:
             if not self._sharing.states or vector is None:
                 return self._zeros(size)
             row = flat([vector], device)
-            return torch.cat([torch.ones_like(row[:1]), row[:head], pack(row[head:], ranks)])
+            positions = torch.full_like(row[:1], float(max(1, probe.taken_positions)))
+            return torch.cat([positions, row[:head], pack(row[head:], ranks)])
 
         def scatter(sums: Array) -> None:
             if sums[0] > 0:
+                probe.taken_positions = int(sums[0])
                 put(np.concatenate([sums[1 : 1 + head], unpack(sums[1 + head :], count, ranks)]))
 
         return Part(f"units {probe.label} {count}", size, gather, scatter, fixed=False)
@@ -216,7 +227,7 @@ class PartMaker:
             values[~read] = np.nan
 
         size = cut[1] + packed_size(rows * count, ranks)
-        return [Part(f"parameters {rows}", size, gather, scatter)]
+        return [Part(f"parameters {rows} {count}", size, gather, scatter, fixed=False)]
 
     def _add_device(
         self, head: Tensor, vector: Tensor, index: Sequence[tuple[int, int]], weights: Array, count: int

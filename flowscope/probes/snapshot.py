@@ -92,6 +92,8 @@ class Snapshot:
         if self._gates is not None:
             gates, where = self._gates
             parts += make.table("gates", where, gates.buffer.columns)
+        if self._output is not None:
+            parts += make.vector("output", self._output)
         if self._parameters is not None and observation.parameters is not None:
             parts += make.parameters(*self._parameters, observation.parameters.entries())
         probes = observation.units.probes if observation.units is not None else []

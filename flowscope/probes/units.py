@@ -57,7 +57,7 @@ class UnitProbe:
         self.sums: Tensor | None = None
         self.calls = 0
         self.handle: Any = None
-        self._positions = self._taken_positions = 0
+        self._positions = self.taken_positions = 0  # the latter: of what was taken last
         self._window: tuple[NDArray[np.bool_], int] | None = None
         self._lasting = math.nan
 
@@ -87,7 +87,7 @@ class UnitProbe:
             held = loop
         if not held:
             return None
-        self._taken_positions = positions
+        self.taken_positions = positions
         units = torch.cat([held[key] for key in sorted(held)])
         units = units.to(wide(units.device))
         return units if sums is None else torch.cat([sums, units])
@@ -102,7 +102,7 @@ class UnitProbe:
         Args:
             on: a record's counts per unit, in the order of the records.
         """
-        seen, positions = on > 0, self._taken_positions
+        seen, positions = on > 0, self.taken_positions
         if self._window is not None and self._window[0].shape == seen.shape:
             seen, positions = seen | self._window[0], positions + self._window[1]
         self._window = (seen, positions)
