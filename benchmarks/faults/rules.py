@@ -82,7 +82,7 @@ def _debugger_weights(probe: Probe) -> Iterator[Alarm]:
     for w in probe.weights:
         if w.grad_mean is not None and w.grad_mean < 1e-7:
             yield probe.step, VANISHING, w.name
-        if w.update > 10:
+        if w.is_matrix and w.update > 10:
             yield probe.step, "update_too_large", w.name
         if w.is_matrix and w.update < 1e-8:
             yield probe.step, "update_too_small", w.name

@@ -34,14 +34,14 @@ def learned(bar: float = 1.9):
 @case("T01", "Post-LN, 24 blocks, no warm-up", *BLIND)
 def post_ln(draw: Draw) -> Program:
     model = Decoder("post", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 100, shows=stuck(), place=BLOCKS)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 60, shows=stuck(), place=BLOCKS)
 
 
 @case("T02", "Post-LN with keel gates that start at +2", *BLIND)
 def post_ln_gate(draw: Draw) -> Program:
     model = Decoder("post", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
     flowscope.wrap(model, mode="keel", init_bias=draw.pick("bias", 2.0, 1.5, 3.0))
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 100, shows=stuck(), place=BLOCKS)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 60, shows=stuck(), place=BLOCKS)
 
 
 @case("T03", "Pre-LN, a rate a hundred times too high", *BLIND, "update_too_large", "exploding_gradient")
@@ -121,7 +121,11 @@ def one_stream(draw: Draw) -> Program:
 @case("T09", "hyper-connections that start to average their streams", "stream_collapse", "mixing_gain")
 def copied_streams(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 8, 6, 10))
-    flowscope.wrap(model, mode=draw.pick("mode", "dhc", "shc"), streams=draw.pick("streams", 4, 3), init="mixed")
+    flowscope.wrap(model, mode=draw.pick("mode", "dhc", "shc"), streams=draw.pick("streams", 4, 3))
+    with torch.no_grad():
+        for k, static in enumerate(hyper_sites(model)):
+            static[-1].zero_()
+            static[-1, k % static.shape[1]] = 1.0  # each branch writes to the stream it reads: they part
     at = draw.step("step", 33, 21, 48)
     program = decoder(draw, model, draw.factor("lr", 5e-4, 1.5), 90, first=at, place=names("blocks"))
     plain = program.step
@@ -188,7 +192,7 @@ def wrapped(name: str, title: str, norm: str, mode: str, depth: int, lr: float =
     def build(draw: Draw) -> Program:
         model = Decoder(norm, draw.pick("depth", depth, depth - 2, depth + 4), draw.pick("width", 32, 48))
         flowscope.wrap(model, mode=mode, **options)
-        return decoder(draw, model, draw.factor("lr", lr, 1.4), 150, shows=learned(bar))
+        return decoder(draw, model, draw.factor("lr", lr, 1.4), 80, shows=learned(bar))
 
     return build
 
@@ -204,31 +208,31 @@ wrapped("T96", "manifold-constrained hyper-connections", "pre", "mhc", 6)
 @healthy("T97", "Pre-LN, 24 blocks")
 def pre_ln(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 24, 20, 28), draw.pick("width", 32, 48))
-    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 120, shows=learned())
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 80, shows=learned(2.1))
 
 
 @healthy("H09", "small Pre-LN decoder")
 def small(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 3, 2, 4), draw.pick("width", 32, 48))
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 250, 32, shows=learned(1.7))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 200, 32, shows=learned(1.8))
 
 
 @healthy("T98", "a lag that only attention can bridge")
 def lagged(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 4, 3, 5), draw.pick("width", 32, 48))
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 250, 32, lag=2)
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.3), 150, 32, lag=2)
 
 
 @healthy("T99", "weight-shared blocks")
 def shared(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 6, 4, 8), shared=True)
-    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 150, shows=learned())
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 100, shows=learned(2.1))
 
 
 @healthy("T81", "tied embedding and head")
 def tied(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 6, 4, 8), tied=True)
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 100, shows=learned(2.0))
 
 
 class LayerScale(nn.Module):
@@ -248,14 +252,14 @@ def layer_scale(draw: Draw) -> Program:
     start = draw.pick("start", 1e-4, 0.0, 1e-2)
     for block in model.blocks:
         block.attention, block.mlp = LayerScale(block.attention, 32, start), LayerScale(block.mlp, 32, start)
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 100, shows=learned(2.0))
 
 
 @healthy("T83", "head that starts at zero")
 def zero_head(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 6, 4, 8))
     nn.init.zeros_(model.head.weight)
-    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 150, shows=learned(2.0))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.4), 100, shows=learned(2.0))
 
 
 class Adapter(nn.Module):
@@ -312,13 +316,13 @@ def post_ln_warmed(draw: Draw) -> Program:
     from benchmarks.faults.updates import scheduled_program
 
     model = Decoder("post", draw.pick("depth", 6, 4, 8))
-    return scheduled_program(draw, decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 200, shows=learned(2.0)))
+    return scheduled_program(draw, decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 160, shows=learned(2.1)))
 
 
 @healthy("T87", "large batch")
 def large_batch(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 3, 2, 4))
-    return decoder(draw, model, draw.factor("lr", 3e-3, 1.4), 100, 256, shows=learned(2.0))
+    return decoder(draw, model, draw.factor("lr", 3e-3, 1.4), 80, 128, shows=learned(2.0))
 
 
 @healthy("T88", "tiny loss scale, Adam")

@@ -174,8 +174,8 @@ def scheduled(draw: Draw) -> Program:
 
 def scheduled_program(draw: Draw, program: Program) -> Program:
     """The same program under linear warm-up from zero and cosine decay to zero."""
-    warm = draw.pick("warmup", 60, 40, 80)
     total = program.steps
+    warm = round(draw.pick("warmup", 0.15, 0.1, 0.25) * total)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         program.optimizer,
         lambda k: k / warm if k < warm else 0.5 * (1 + math.cos(math.pi * (k - warm) / (total - warm))),
