@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from detector_records import gradients, header, layout, play, record, slope, told
+from torch import nn
+from torch.nn import functional
 
+import flowscope
 from flowscope.config import WatchConfig
 
 STEPS = [*range(10), *range(10, 60, 10)]
@@ -151,3 +157,91 @@ def test_limits_come_from_the_configuration():
     config = WatchConfig(vanishing_product=1e-1)
     (alert,) = play((record(s, slope(0.05)) for s in range(3)), config=config)
     assert alert.limit == 0.1
+
+
+CHAIN = header(layout("network", 5, "chain"))
+# measured at the start on five sigmoid layers of 12 units, He-uniform: the gradient falls by a hundred only, while all
+# samples end in one vector
+SIGMOID = [0.01, 0.035, 0.09, 0.4, 1.285, 1.0]
+
+
+def ordered(step: int, product: list[float], distance: list[float]):
+    gain = np.array(product)[:-1] / np.array(product)[1:]
+    return record(step, gradients(gain) | {"sample_cosine": 1 - np.array(distance)})
+
+
+def test_a_low_product_beside_samples_that_end_alike_is_told_after_ten_records():
+    (alert,) = play((ordered(s, SIGMOID, [0.25, 0.01, 3e-4, 8e-5, 1e-6, 1e-6]) for s in range(14)), CHAIN)
+    # from the output the first point under .1 is x_2 (.09); blocks 2, 1, 0 pass .22, .39, .29 on
+    assert told([alert]) == [("vanishing_gradient", "network.2", 9, "raised")]
+    assert (alert.severity, alert.value, alert.limit) == ("error", pytest.approx(0.01), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("product", "distance"),
+    [
+        (SIGMOID, [0.25, 0.2, 0.1, 0.05, 0.02, 0.02]),  # samples stay apart: a ReLU chain of torch's default weights
+        ([0.5, 0.5, 0.6, 0.7, 0.8, 1.0], [0.25, 0.01, 3e-4, 8e-5, 1e-6, 1e-6]),  # the gradient passes
+        (SIGMOID, [0.005, 0.004, 3e-4, 8e-5, 1e-6, 1e-6]),  # alike when they came in
+    ],
+)
+def test_one_of_the_two_alone_is_no_vanishing_gradient(product, distance):
+    alerts = play((ordered(s, product, distance) for s in range(14)), CHAIN)
+    assert "vanishing_gradient" not in {a.kind for a in alerts}
+
+
+def test_a_sigmoid_chain_that_grows_out_of_it_in_nine_records_is_silent():
+    alike, apart = [0.25, 0.01, 3e-4, 8e-5, 1e-6, 1e-6], [0.25, 0.2, 0.2, 0.2, 0.2, 0.2]
+    assert play((ordered(s, SIGMOID, alike if s < 9 else apart) for s in range(20)), CHAIN) == []
+
+
+@pytest.mark.parametrize(("cell", "severity"), [("RNN", "warning"), ("LSTM", "info"), ("GRUCell", "info")])
+def test_cells_that_learn_how_far_they_look_back_are_an_info(cell, severity):
+    head = header(replace(layout("rnn", 60, "time"), cell=cell))
+    (alert,) = play((record(s, slope(0.5**60, 60)) for s in range(5)), head)
+    assert alert.severity == severity
+    assert ("forget-gate" in alert.advice) == (severity == "info")
+
+
+@pytest.mark.parametrize(("cell", "severity"), [(nn.RNN, "warning"), (nn.LSTM, "info")])
+def test_a_real_recurrent_layer_says_which_cell_it_is(cell, severity):
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.head = cell(2, 9, batch_first=True), nn.Linear(9, 3)
+            if cell is nn.RNN:
+                nn.init.orthogonal_(self.rnn.weight_hh_l0, gain=0.4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    model = Last()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 50, 2)).square().mean().backward()
+            optimizer.step()
+    found = {(a.kind, a.severity, a.flow) for a in scope.alerts}
+    assert found == {("vanishing_gradient", severity, "rnn")}
+
+
+def test_a_real_sigmoid_chain_passes_nothing_in_either_direction():
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width in (3, 12, 12, 12, 12):
+        layers += [nn.Linear(width, 12), nn.Sigmoid()]
+    model = nn.Sequential(*layers, nn.Linear(12, 2))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(11):
+            optimizer.zero_grad()
+            x = torch.randn(50, 3)
+            functional.cross_entropy(model(x), (x[:, 0] > 0).long()).backward()
+            optimizer.step()
+    assert [(a.kind, a.step) for a in scope.alerts if a.severity != "info"] == [("vanishing_gradient", 9)]
