@@ -129,14 +129,20 @@ class LossSpike(Detector):
         self._window.extend(leaving[usual].tolist())
 
     def _rate_rose(self, record: Record) -> bool:
-        """Whether the schedule restarted: the rate rose again, within what it was before."""
+        """Whether the schedule restarted: the rate rose again, within what it was before it fell."""
         rates = record.metrics.get("param_lr")
         rate = float(np.nanmax(rates)) if rates is not None and np.isfinite(rates).any() else math.nan
         if math.isnan(rate):
             return False
-        restarted = bool(self._rates) and rate > RESTART * min(self._rates) and rate <= 1.01 * self._peak
+        restarted = False
+        if self._rates:
+            recent = np.array(self._rates)
+            lowest = int(recent.argmin())
+            before = max(self._peak, float(recent[: lowest + 1].max()))
+            restarted = rate > RESTART * float(recent[lowest]) and rate <= 1.01 * before
+        if len(self._rates) == self._rates.maxlen:
+            self._peak = max(self._peak, self._rates[0])
         self._rates.append(rate)
-        self._peak = max(self._peak, rate)
         return restarted
 
     def state_dict(self) -> dict[str, Any]:
