@@ -133,12 +133,16 @@ def test_a_constant_output_is_zero_and_a_small_part_is_resolved() -> None:
 
 def test_large_outputs_are_sampled_evenly() -> None:
     torch.manual_seed(5)
-    x = torch.randn(150, 30, 70)
-    some = x[::3].reshape(50, -1)[:, ::3]
-    assert some.shape[0] <= SAMPLES
-    assert some.shape[1] <= ENTRIES
-    variance, square = variation(x).tolist()
-    assert variance / square == pytest.approx(naive(some), rel=1e-5)
+    for x, some in (
+        (x := torch.randn(150, 30, 70), x[::3, ::3][:, :10]),  # whole rows of features: 10 of the 30 positions
+        (x := torch.randn(9, 2, 3000), x[:, ::2, ::3].flatten(1)),
+        (x := torch.randn(70, 2500), x[::2, ::3]),
+        (x := torch.randn(5, 6, 7, 8), x),
+    ):
+        assert some.shape[0] <= SAMPLES
+        assert some.flatten(1).shape[1] <= ENTRIES
+        variance, square = variation(x).tolist()
+        assert variance / square == pytest.approx(naive(some), rel=1e-5)
 
 
 def test_outputs_without_gradient_or_samples_are_none() -> None:

@@ -57,9 +57,12 @@ class CarriedGradients:
         known = self.norms.get(number)
         if self._switch.paused or is_compiling() or (isinstance(known, float) and known == 0.0):
             return
+        held = parameter.grad
+        if held is None:
+            self._waiting[number] = 0.0
+            return
         with torch.no_grad():
-            held = parameter.grad
-            self._waiting[number] = 0.0 if held is None else norms([entries(held)])[0]
+            self._waiting[number] = norms([entries(held)])[0]
 
     def _added(self, number: int, parameter: Tensor) -> None:
         del parameter

@@ -126,12 +126,14 @@ class ParameterObserver:
             scale: what the gradients are still multiplied by (fused optimizers unscale them inside their step).
         """
         found: dict[int, Tensor] = {}
+        held: dict[int, Tensor] = {}
         for i, parameter in enumerate(self.current()):
             if parameter is None or parameter.grad is None or i in self.gradients:
                 continue
             if only is None or id(parameter) in only:
-                self.raw.compare(i, parameter.grad)
+                held[i] = parameter.grad
                 found[i] = entries(_local_gradient(parameter))
+        self.raw.compare(held)
         values = norms(list(found.values()))
         if scale is not None:
             factor = scale.item() if scale.device.type == "cpu" else scale

@@ -8,8 +8,7 @@ stand where backward left them.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class RawGradients:
         self._triggers: list[tuple[int, Tensor, Any]] = []
         self._task = -1
         self._reads = FIRST_READS
-        self._left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._left: dict[int, tuple[int, int]] = {}
         self.norms: dict[int, Number] = {}
         self.untouched: dict[int, float] = {}
         self.scale: Tensor | float | None = None
@@ -77,18 +76,22 @@ class RawGradients:
     def _read(self) -> None:
         if self._switch.paused or not self._switch.sampling:
             return
-        found = {i: p.grad for i, p in enumerate(self._current()) if p is not None and p.grad is not None}
-        self._left = {i: (weakref.ref(gradient), gradient._version) for i, gradient in found.items()}
+        now = self._current()
+        self._left = {
+            i: (id(gradient), gradient._version)
+            for i, p in enumerate(now)
+            if p is not None and (gradient := p.grad) is not None
+        }
         self.norms = {}
         if self._reads > 0 or self._switch.slow:
+            found = {i: gradient for i in self._left if (p := now[i]) is not None and (gradient := p.grad) is not None}
             plain = {i: entries(g) for i, g in found.items() if not hasattr(g, "to_local")}  # no collective here
             self.norms = dict(zip(plain, norms(list(plain.values())), strict=True))
 
-    def compare(self, number: int, gradient: Tensor) -> None:
-        """Note whether a gradient, as the optimizer is about to use it, is still what backward left."""
-        left = self._left.get(number)
-        if left is not None:
-            self.untouched[number] = float(left[0]() is gradient and left[1] == gradient._version)
+    def compare(self, gradients: Mapping[int, Tensor]) -> None:
+        """Note which gradients, as the optimizer is about to use them, are still what backward left."""
+        left = self._left
+        self.untouched |= {i: float(left[i] == (id(g), g._version)) for i, g in gradients.items() if i in left}
 
     def judge(self, raw: NDArray[np.float64], used: NDArray[np.float64]) -> None:
         """Read on while the gradients at the end of backward are not those used, else soon no more."""
@@ -96,6 +99,11 @@ class RawGradients:
         with np.errstate(all="ignore"):
             changed = bool((~(np.abs(raw[np.isfinite(used)] - seen) <= SAME * seen)).any())
         self._reads = READS_AFTER_CHANGE if changed else max(0, self._reads - 1)
+
+    @property
+    def left_any(self) -> bool:
+        """Whether a backward of this step left a gradient in `.grad`."""
+        return bool(self._left)
 
     def drop(self) -> None:
         """Forget what was read."""

@@ -138,10 +138,9 @@ def _sums(values: NDArray[Any], sizes: list[int]) -> NDArray[Any]:
 def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
     """The share of exact zeros in each tensor's entries, the whole ones first; NaN for one without entries."""
     if is_host(whole) and is_host(runs):
+        ends = np.cumsum([0, *plan.sizes])
         with np.errstate(invalid="ignore"):
-            shares = (
-                _sums(whole.numpy() == 0, plan.sizes) / np.array(plan.sizes, dtype=np.float64) if plan.sizes else ()
-            )
+            shares = np.diff(np.searchsorted(np.flatnonzero(whole.numpy() == 0), ends)) / np.diff(ends)
         zeros = np.count_nonzero(runs.numpy() == 0, axis=1) / runs.shape[1] if len(runs) else ()
         return [*map(float, shares), *map(float, zeros)]
     parts = []
