@@ -52,9 +52,7 @@ KINDS = len(Canary.KINDS)
 SCHEDULE_STEPS = 1024
 MOST_LATE = 128
 BUCKETS = 64
-LOCAL = frozenset(
-    {"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap", "jacobian_radius"}
-)
+LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap", "jacobian_radius"})
 """What does not add up over ranks: the first rank's, sent to the others with the next sum."""
 LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
 """What is read from whole matrices, of which a rank may hold a part."""
@@ -256,6 +254,14 @@ class Ranks:
                     ended.record.notes = (*ended.record.notes, "the loss is this rank's own")
         self._keep_locals()
         self._sent, self._since = [], []
+
+    def payload(self) -> dict[str, int]:
+        """Bytes of the sum by kind of part ("points", "parameters", "units", ...), as the ranks last agreed."""
+        late = {"header": 2, "late": (self._late_rows + 2) * (KINDS + 2)} if self.joined else {}
+        sizes: Counter[str] = Counter()
+        for name, size in {**late, **self._agreed}.items():
+            sizes[name.split(" ")[0]] += 8 * size
+        return dict(sizes)
 
     def poll(self) -> None:
         """Take the sum under way where it is there, or comes within `GRACE`."""
