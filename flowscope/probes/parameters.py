@@ -58,7 +58,7 @@ class ParameterObserver:
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
-        self.raw = RawGradients(self._followed, switch, hooks)
+        self.raw = RawGradients(self.current, self._followed, switch, hooks)
         self.carried = CarriedGradients(self._followed, switch, hooks)
         self._switch = switch
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]

@@ -33,15 +33,22 @@ class RawGradients:
     """The norms of the gradients at the end of backward, by the parameter's number.
 
     Args:
-        current: the parameters as they are now.
+        current: the parameters where they were found last.
+        followed: the parameters as they are now, found again where modules were replaced.
         switch: read while it is sampling.
         hooks: where the triggers are registered.
     """
 
     PART = "raw gradients"
 
-    def __init__(self, current: Callable[[], Sequence[Tensor | None]], switch: Switch, hooks: Hooks) -> None:
-        self._current, self._switch, self._hooks = current, switch, hooks
+    def __init__(
+        self,
+        current: Callable[[], Sequence[Tensor | None]],
+        followed: Callable[[], Sequence[Tensor | None]],
+        switch: Switch,
+        hooks: Hooks,
+    ) -> None:
+        self._current, self._followed, self._switch, self._hooks = current, followed, switch, hooks
         self._triggers: list[tuple[int, Tensor, Any]] = []
         self._task = -1
         self._reads = FIRST_READS
@@ -53,7 +60,7 @@ class RawGradients:
 
     def follow(self) -> None:
         """Put the triggers on the parameters as they are now (they may have been replaced, frozen or unfrozen)."""
-        now = self._current()
+        now = self._followed()
         if self._triggers and all(p is now[i] and p.requires_grad for i, p, _ in self._triggers):
             return
         for *_, handle in self._triggers:
@@ -76,14 +83,15 @@ class RawGradients:
     def _read(self) -> None:
         if self._switch.paused or not self._switch.sampling:
             return
-        now = self._current()
+        reading = self._reads > 0 or self._switch.slow
+        now = self._followed() if reading else self._current()
         self._left = {
             i: (id(gradient), gradient._version)
             for i, p in enumerate(now)
             if p is not None and (gradient := p.grad) is not None
         }
         self.norms = {}
-        if self._reads > 0 or self._switch.slow:
+        if reading:
             found = {i: gradient for i in self._left if (p := now[i]) is not None and (gradient := p.grad) is not None}
             plain = {i: entries(g) for i, g in found.items() if not hasattr(g, "to_local")}  # no collective here
             self.norms = dict(zip(plain, norms(list(plain.values())), strict=True))

@@ -138,11 +138,13 @@ def _sums(values: NDArray[Any], sizes: list[int]) -> NDArray[Any]:
 def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
     """The share of exact zeros in each tensor's entries, the whole ones first; NaN for one without entries."""
     if is_host(whole) and is_host(runs):
-        ends = np.cumsum([0, *plan.sizes])
-        with np.errstate(invalid="ignore"):
-            shares = np.diff(np.searchsorted(np.flatnonzero(whole.numpy() == 0), ends)) / np.diff(ends)
-        zeros = np.count_nonzero(runs.numpy() == 0, axis=1) / runs.shape[1] if len(runs) else ()
-        return [*map(float, shares), *map(float, zeros)]
+        shares: list[Number] = []
+        for entries, sizes in ((whole, plan.sizes), (runs, [runs.shape[1]] * len(runs))):
+            ends = np.cumsum([0, *sizes])
+            counts = np.diff(np.searchsorted(np.flatnonzero(entries.numpy() == 0), ends))
+            with np.errstate(invalid="ignore"):
+                shares += (counts / np.diff(ends)).tolist()
+        return shares
     parts = []
     if plan.sizes:
         if plan.ends is None:
