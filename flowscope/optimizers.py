@@ -6,6 +6,7 @@ post-hook; of several, the last listed. What else steps is foreign.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,6 +31,9 @@ class StepListener(Protocol):
     def after_optimizer(self, optimizer: Optimizer, *, last: bool, closure: bool) -> None:
         """It has stepped; `last`: this ends the step."""
 
+    def step_failed(self) -> None:
+        """The step that began has raised; its optimizer steps again."""
+
     def foreign_step(self) -> None:
         """An optimizer that owns none of this model's parameters stepped."""
 
@@ -49,6 +53,9 @@ class OptimizerClock:
         self.given = bool(self.optimizers)
         self._joining: Optimizer | None = None
         self._stepping: Optimizer | None = None
+        self._nested = 0
+        """How many steps of the same optimizer are inside its step: a subclass calls `super().step()`, and torch hooks
+        the step of every class of which there was an instance."""
         self._pre = Hook("optimizer hook", self._before, hooks.faults)
         self._post = Hook("optimizer hook", self._after, hooks.faults)
         hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
@@ -81,6 +88,12 @@ class OptimizerClock:
             self._joining = optimizer if self._listener.just_ended() else None
             if self._joining is not None:
                 self._listener.joins(optimizer)
+        if self._stepping is optimizer:
+            if _calls_under_way(optimizer) > 1:
+                self._nested += 1
+                return
+            self._nested = 0  # the call before this one did not end: it raised
+            self._listener.step_failed()
         self._stepping = optimizer
         if optimizer is not self._joining:
             self._listener.before_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
@@ -88,6 +101,9 @@ class OptimizerClock:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owns(optimizer):
             self._listener.foreign_step()
+            return
+        if self._stepping is optimizer and self._nested:
+            self._nested -= 1
             return
         self._stepping = None
         if optimizer is self._joining:
@@ -97,6 +113,16 @@ class OptimizerClock:
 
     def _last(self, optimizer: Optimizer) -> bool:
         return optimizer is self.optimizers[-1]
+
+
+def _calls_under_way(optimizer: Optimizer) -> int:
+    """How many calls of this optimizer's hooked step are on the stack."""
+    frame, count = inspect.currentframe(), 0
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back
+    return count
 
 
 def _parameters_of(optimizer: Optimizer) -> set[int]:

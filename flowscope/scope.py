@@ -433,6 +433,12 @@ class Scope:
             self._end_step()
             self._raise_stop()
 
+    def step_failed(self) -> None:
+        """The optimizer raised: what it was about to use is read again."""
+        self._updating = False
+        if self._observation.parameters is not None:
+            self._observation.parameters.drop()
+
     def foreign_step(self) -> None:
         """What is pending belongs to an optimizer that is not ours, unless ours steps before the next forward."""
         self._observation.switch.stale = True

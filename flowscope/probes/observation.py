@@ -26,7 +26,7 @@ from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.outputs import OutputObserver
 from flowscope.probes.parameters import ParameterObserver
-from flowscope.probes.raw_gradients import RawGradients
+from flowscope.probes.raw_gradients import RawGradients, spread
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
@@ -165,14 +165,19 @@ class Observation:
     def _gradients_were_dropped(self) -> bool:
         """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
 
-        So it is where an exception ended a step halfway and the loop went on with the next batch.
+        So it is where an exception ended a step halfway and the loop went on with the next batch, and between the two
+        passes of SAM. Gradients set to zero instead of None are only looked at on the host, the small ones first.
         """
-        if not self.switch.sampling or self.switch.in_closure or not self._fills_grad:
+        fills = self._fills_grad or (self.parameters is not None and self.parameters.raw.left_any)
+        if not self.switch.sampling or self.switch.in_closure or not fills:
             return False
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
             return False
-        return all(p.grad is None for p in trainable)
+        held = [(i, p.grad) for i, p in enumerate(trainable) if p.grad is not None]
+        if held and not all(gradient.is_cpu and gradient.layout == torch.strided for _, gradient in held):
+            return False
+        return not any(bool(gradient.any()) for _, gradient in [*spread(held), *held])
 
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""

@@ -27,6 +27,8 @@ from flowscope.probes.weight_samples import WeightSamples
 from flowscope.probes.weight_spread import spreads
 
 SAMPLE_BUDGET = 1 << 22
+GONE = nn.Module()
+"""Stands for a module that is no longer in the model: its parameters are not seen."""
 ROWS = 8
 """What is read of each parameter: see `ParameterObserver.take`."""
 Array = NDArray[np.float64]
@@ -37,31 +39,20 @@ class ParameterObserver:
 
     def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
         self._model = model
-        names: list[str] = []
         self._places: list[tuple[nn.Module, str]] = []
         self._paths: list[tuple[str, str]] = []
-        self._children = _children(model)
-        seen: set[int] = set()
-        for prefix, module in model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen or not _floating(parameter):
-                    continue
-                seen.add(id(parameter))
-                names.append(display_path(f"{prefix}.{key}" if prefix else key))
-                self._places.append((module, key))
-                self._paths.append((prefix, key))
-        self.names = tuple(names)
-        self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
+        self._now: list[Tensor | None] | None = None
+        self.added: list[str] = []
+        """Names of parameters that came after attaching; they stand behind the others."""
+        self._find()
         share = SAMPLE_BUDGET // max(1, len(self.names))
         self._samples = WeightSamples(max(1, min(config.update_samples, share)))
-        self._now: list[Tensor | None] | None = None
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
         self.raw = RawGradients(self.current, self._followed, switch, hooks)
         self.carried = CarriedGradients(self._followed, switch, hooks)
         self._switch = switch
-        self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
         self.spreads: list[tuple[list[int], Tensor]] = []
 
     def current(self) -> list[Tensor | None]:
@@ -85,13 +76,39 @@ class ParameterObserver:
         return np.array([known[kind] for kind in kinds])
 
     def _follow_replaced_modules(self) -> None:
-        """Find the parameters again by their paths where a submodule was replaced since attaching."""
-        if all(siblings.get(name) is child for siblings, name, child in self._children):
+        """Find the parameters again where modules or parameters were replaced, renamed or added since attaching."""
+        same = all(siblings.get(name) is child for siblings, name, child in self._children)
+        if same and not self._lazy and sum(map(len, self._held)) == self._count:
             return
+        self._now = None
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        places = zip(self._paths, self._places, strict=True)
-        self._places = [(modules.get(path, held), key) for (path, key), (held, _) in places]
+        paths = {id(module): path for path, module in reversed(modules.items())}
+        for i, ((path, key), (held, _)) in enumerate(zip(self._paths, self._places, strict=True)):
+            if path not in modules:
+                path = paths.get(id(held), path)
+            self._paths[i], self._places[i] = (path, key), (modules.get(path, GONE), key)
+        known = len(self._paths)
+        lazy = self._lazy
+        self._find()
+        self.added += [] if lazy else self.names[known:]
+
+    def _find(self) -> None:
+        """Add what the model holds and is not known yet, behind what is known: numbers stay what they are."""
+        seen = {id(parameter) for parameter in self.current()}
+        self._lazy = False
+        for path, module in self._model.named_modules():
+            for key, parameter in module._parameters.items():
+                self._lazy = self._lazy or isinstance(parameter, nn.parameter.UninitializedParameter)
+                if parameter is not None and id(parameter) not in seen and _floating(parameter):
+                    seen.add(id(parameter))
+                    self._places.append((module, key))
+                    self._paths.append((path, key))
+        self.names = tuple(display_path(f"{path}.{key}" if path else key) for path, key in self._paths)
+        self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
+        self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
         self._children = _children(self._model)
+        self._held = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
+        self._count = sum(map(len, self._held))
 
     @torch.no_grad()
     def before_step(self, *, updating: bool) -> None:

@@ -291,8 +291,12 @@ class Snapshot:
     def _parameter_family(self, out: RecordBuilder, host: list[Array]) -> None:
         observation = self._observation
         if observation.parameters is not None and self._wiring is not None and self._parameters is not None:
-            names = observation.parameters.names
             values, sampled, vectors = self._parameters
+            # parameters found since this step stand behind its own
+            count = values.shape[1]
+            names = observation.parameters.names[:count]
+            if late := observation.parameters.added:
+                out.note(f"came after watch, so their activations are not watched: {_few(late)}")
             for where, index in vectors if not self.shared else ():
                 values[tuple(np.array(index).T)] = host[where][0]
             for row in (2, 4):
@@ -306,8 +310,8 @@ class Snapshot:
                 out.add(name, array, names if len(array) == len(names) else ("",))
             for name, array in zip(WIRING, self._wiring, strict=True):
                 out.add(name, array, names)
-            out.add("param_is_norm", observation.parameters.is_norm, names)
-            out.add("param_epsilon", observation.parameters.epsilons(), names)
+            out.add("param_is_norm", observation.parameters.is_norm[:count], names)
+            out.add("param_epsilon", observation.parameters.epsilons()[:count], names)
             if self._spreads:
                 _weight_spread(out, observation.parameters, [(i, host[where][0]) for where, i in self._spreads])
             norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}
@@ -380,3 +384,7 @@ def _gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:
     out.flow(FlowLayout(gates.NAME, "gates", (), ()))
     for name, values in gates.metrics(added(parts, gates.buffer.columns)).items():
         out.add(name, values, gates.labels)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
