@@ -12,6 +12,7 @@
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
     gate_profile        gates by depth over a loader; keep_gates(model) fills gate_value
+    skip_by_gates       evaluate a gated model without the branches whose gates are nearly closed
     param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
     plot                matplotlib figures of records
     actions             ready-made on_alert callables: log, stop, snapshot, webhook, lower the learning rate
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from flowscope.discovery.flows import find_flows
     from flowscope.discovery.sites import find_sites
     from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
+    from flowscope.merging.skipping import skip_by_gates
     from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
     from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.probes.jacobian import jacobian_spectrum
@@ -53,6 +55,7 @@ _HOMES = {
     "gate_profile": "flowscope.merging.profile",
     "keep_gates": "flowscope.merging.profile",
     "GateProfile": "flowscope.merging.profile",
+    "skip_by_gates": "flowscope.merging.skipping",
     "param_groups": "flowscope.merging.training",
     "warmup_steps": "flowscope.merging.training",
     "clip_grad_norm_": "flowscope.merging.training",
@@ -81,6 +84,7 @@ __all__ = [
     "jacobian_spectrum",
     "keep_gates",
     "param_groups",
+    "skip_by_gates",
     "unwrap",
     "warmup_steps",
     "watch",

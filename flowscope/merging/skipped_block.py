@@ -1,0 +1,330 @@
+"""One wrapped block while branches are left out: who decides, what its children are given, what its merges return.
+
+A branch is left out by answering its child modules with placeholders: the first child that is given the carry decides
+(its gate depends on the carry alone, so it is known by then), whatever is computed from the answer is a placeholder
+too, and the merge hands x on. With rows, the children get the samples that are left. Where a block does anything that a
+placeholder cannot stand for, it is run as it is, and says why.
+
+Axis letters: B batch (first axis), D features.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flowscope.errors import FlowscopeError
+from flowscope.merging.gates import GatedConnection, KeelConnection
+from flowscope.merging.interception import Carry, plain
+
+logger = logging.getLogger("flowscope")
+
+TOLERANCE = 1e-3
+"""Relative difference allowed between a branch of some samples and the same samples of the whole batch."""
+
+
+class CannotSkipError(Exception):
+    """This block cannot leave out what was decided."""
+
+
+class Decision(NamedTuple):
+    """Whether a branch is left out, and for which samples it is computed all the same (None: for none)."""
+
+    skip: bool = False
+    rows: Tensor | None = None
+
+
+class Decider(Protocol):
+    """What a block asks."""
+
+    by_sample: bool
+    observing: bool
+    active: SkippedBlock | None
+
+    def decide(self, path: str, site: int, weight: Callable[[], Tensor]) -> Decision:
+        """Decide on a site; `weight` gives t of every position."""
+
+    def observe(self, path: str, site: int, weight: Tensor) -> None:
+        """Take note of the gates of a site."""
+
+
+class Placeholder(Tensor):
+    """Stands for a branch that is left out, or holds one that is computed for some samples only."""
+
+    rows: Tensor | None
+    site: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Carry) for kind in types):
+            return NotImplemented  # the add at the site is the carry's to answer
+        found = next(leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Placeholder))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return tree_map(
+                lambda leaf: mark(leaf, found.site, found.rows) if isinstance(leaf, Tensor) else leaf, result
+            )
+
+
+def mark(tensor: Tensor, site: int, rows: Tensor | None) -> Placeholder:
+    """Return a tensor as a placeholder in the branch of a site."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = tensor.as_subclass(Placeholder)
+    made.rows, made.site = rows, site
+    return made
+
+
+def bare(value: Any) -> Any:
+    """Return a tensor without any mark; other values as they are."""
+    if isinstance(value, Placeholder):
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(Tensor)
+    return plain(value)
+
+
+class Shape(NamedTuple):
+    """Last axis and dtype of what a child returns; a leaf of its own, not a tuple of two."""
+
+    features: int
+    dtype: torch.dtype
+
+
+class SkippedBlock:
+    """Stands in for `forward` of a block and its children and for `merge` of its connection.
+
+    Attributes:
+        refused: why nothing is left out here; empty while it is.
+        met, skipped: per site, samples that came by and samples whose branch was left out.
+    """
+
+    def __init__(self, path: str, block: Any, connection: GatedConnection, decider: Decider) -> None:
+        self.path, self.block, self.connection, self.decider = path, block, connection, decider
+        self.met = [0] * connection.sites
+        self.skipped = [0] * connection.sites
+        self.refused = "" if block.flowscope_rule.taggable else "its carry cannot be followed"
+        self.forward, self.merge = block.forward, connection.merge
+        self._shapes: dict[Any, Any] = {}
+        self._caching: set[int] = set()  # sites whose branch fills a key-value cache
+        self._around: set[int] = set()  # children inside which a site is met: they are never left out themselves
+        self._running: list[nn.Module] = []
+        self._seen_cache = self._checked = False
+        self._begin(skip=False, cache=False)
+
+    def _begin(self, skip: bool, cache: bool) -> None:
+        self._skip, self._cache = skip, cache
+        self._decided: dict[int, Decision] = {}
+        self._branches: dict[int, Tensor] = {}
+        self._tally: list[tuple[int, int, int]] = []
+
+    # -- the block
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, leaving out what its gates say; as it is where that cannot be done."""
+        if self.block.training:
+            raise FlowscopeError(f"skip_by_gates: {self.path} is in training mode, expected model.eval() before.")
+        outer, self.decider.active = self.decider.active, self
+        try:
+            output = self._run(any(is_cache(value) for value in (*args, *kwargs.values())), args, kwargs)
+        finally:
+            self.decider.active = outer
+        for site, met, skipped in self._tally:
+            self.met[site] += met
+            self.skipped[site] += skipped
+        return output
+
+    def _run(self, cache: bool, args: Any, kwargs: Any) -> Any:
+        # calibration or the check shows where in the block its sites are, the first call with a cache what fills it
+        if self.refused or self.decider.observing or (cache and not self._seen_cache):
+            self._seen_cache = self._seen_cache or cache
+            return self._pass(args, kwargs, skip=False, cache=cache)
+        if self.decider.by_sample and not self._checked:
+            return self._pass(args, kwargs, skip=False, cache=True) if cache else self._check(args, kwargs)
+        try:
+            return self._pass(args, kwargs, skip=True, cache=cache)
+        except FlowscopeError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+            if cache:
+                raise FlowscopeError(
+                    f"skip_by_gates: {self.path} cannot leave out branches ({self.refused}), and with a key-value "
+                    "cache it cannot be run a second time. Call the model with use_cache=False."
+                ) from error
+        return self._pass(args, kwargs, skip=False, cache=False)
+
+    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool) -> Any:
+        self._begin(skip, cache)
+        self._running = []
+        output = self.forward(*args, **kwargs)
+        if any(isinstance(leaf, Placeholder) for leaf in leaves(output)):
+            raise CannotSkipError("the block returns what its branch computes")
+        return output
+
+    def _check(self, args: Any, kwargs: Any) -> Any:
+        """Run the block both ways until samples were left out once: the others' branches must be what they were."""
+        expected, whole, tally = self._pass(args, kwargs, skip=False, cache=False), self._branches, self._tally
+        try:
+            output = self._pass(args, kwargs, skip=True, cache=False)
+            self._compare(whole, self._branches)
+        except FlowscopeError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+            self._tally = tally
+            return expected
+        return output
+
+    def _compare(self, whole: dict[int, Tensor], partial: dict[int, Tensor]) -> None:
+        """Raise where a branch of some samples is not what it is among all; those changed further up cannot tell."""
+        changed: set[int] = set()
+        for site, decision in sorted(self._decided.items()):
+            if not decision.skip:
+                continue
+            if decision.rows is None or site not in partial or len(whole[site]) != self._batch:
+                return
+            rows = decision.rows.tolist()
+            same = [number for number, row in enumerate(rows) if row not in changed]
+            changed |= set(range(self._batch)) - set(rows)
+            if not same:
+                continue
+            self._checked = True
+            a, b = whole[site][decision.rows][same].double(), partial[site][same].double()
+            if a.shape != b.shape or (a - b).abs().max() > TOLERANCE * a.abs().max():
+                raise CannotSkipError("its branches mix samples (is the batch the first axis?)")
+
+    def _refuse(self, error: Exception) -> None:
+        self.refused = str(error) if isinstance(error, CannotSkipError) else f"{type(error).__name__}: {error}"
+        logger.warning("skip_by_gates: nothing is left out in %s: %s", self.path, self.refused)
+
+    # -- the children
+
+    def child(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a child of a branch: as it is, for some samples, or with a placeholder."""
+        values = (*args, *kwargs.values())
+        if self._cache and any(is_cache(value) for value in values):
+            self._caching.add(len(self._tally))
+        if self._skip and id(module) not in self._around:
+            like = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)), None)
+            carry = next((value for value in values if type(value) is Carry), None)
+            if like is None and carry is not None and (decision := self._decide(carry)).skip:
+                like = mark(carry.plain, carry.site, decision.rows)
+            if like is not None and like.rows is not None:
+                return self._partial(forward, args, kwargs, like.site, like.rows)
+            if like is not None:
+                return self._hollow(module, forward, args, kwargs, like)
+        self._running.append(module)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    def _decide(self, carry: Carry) -> Decision:
+        """What is done about the branch of the site that a carry is on its way to; decided once a call."""
+        site, x = carry.site, carry.plain
+        if site not in self._decided:
+            decision = Decision()
+            if site < self.connection.sites and not (self._cache and site in self._caching):
+                decision = self.decider.decide(self.path, site, lambda: branch_weight(self.connection, site, x))
+                if decision.rows is not None and (self._cache or x.shape[0] in x.shape[1:]):
+                    decision = Decision()  # what belongs to a sample is told by the length of its first axis
+                self._batch = x.shape[0]
+            self._decided[site] = decision
+        return self._decided[site]
+
+    def _hollow(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, like: Placeholder) -> Any:
+        """Return zeros of the shapes that the child gives; to know them it is run once."""
+        lead = tuple(like.shape[:-1])
+        words = tuple((k, v) for k, v in kwargs.items() if v is None or isinstance(v, (bool, int, str)))
+        key = (id(module), like.shape[-1], len(lead), words, tuple(value is None for value in args))
+        if key not in self._shapes:
+            args, kwargs = tree_map(bare, (args, kwargs))
+            output = forward(*args, **kwargs)
+            tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            if any(tuple(leaf.shape[:-1]) != lead or not leaf.is_floating_point() for leaf in tensors):
+                return output  # not of the branch's size, such as rotary angles: computed as ever
+            self._shapes[key] = _Like(output)
+        return self._shapes[key].zeros(lead, like)
+
+    def _partial(self, forward: Callable[..., Any], args: Any, kwargs: Any, site: int, rows: Tensor) -> Any:
+        """Run a child for some samples; what else it is given by sample is cut to them."""
+        batch, left = self._batch, len(rows)
+
+        def cut(leaf: Any) -> Any:
+            whole = not isinstance(leaf, Placeholder)
+            leaf = bare(leaf)
+            return leaf[rows] if whole and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch else leaf
+
+        args, kwargs = tree_map(cut, (args, kwargs))
+        output = forward(*args, **kwargs)
+        if any(not t.dim() or t.shape[0] not in (1, left) for t in leaves(output) if isinstance(t, Tensor)):
+            raise CannotSkipError("a child returns a tensor without a sample axis")
+        return tree_map(lambda t: mark(t, site, rows) if isinstance(t, Tensor) and t.shape[0] == left else t, output)
+
+    # -- the merge
+
+    def meet(self, site: int, state: Any, x: Tensor, f: Tensor) -> tuple[Tensor, Any]:
+        """Merge a site; x as it is for what was left out."""
+        batch = x.shape[0]
+        self._around.update(map(id, self._running))
+        if not isinstance(f, Placeholder):
+            if self.decider.observing:
+                self.decider.observe(self.path, site, branch_weight(self.connection, site, x))
+            self._tally.append((site, batch, 0))
+            if self.decider.by_sample and not self._checked:
+                self._branches[site] = f
+            return self.merge(site, state, x, f)
+        if f.site != site:
+            raise CannotSkipError("two sites share a branch")
+        rows, part = f.rows, bare(f)
+        self._tally.append((site, batch, batch if rows is None else batch - len(rows)))
+        if rows is None:
+            return x, state
+        if not self._checked:
+            self._branches[site] = part
+        part, state = self.merge(site, state, x[rows], part)
+        y = x.to(part.dtype, copy=True)
+        y[rows] = part
+        return y, state
+
+
+class _Like:
+    """The structure of what a child returned, to make it again out of zeros."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = tree_map(lambda a: Shape(a.shape[-1], a.dtype) if isinstance(a, Tensor) else a, output)
+
+    def zeros(self, lead: tuple[int, ...], like: Placeholder) -> Any:
+        def make(leaf: Any) -> Any:
+            if not isinstance(leaf, Shape):
+                return leaf
+            return mark(torch.zeros(*lead, leaf.features, dtype=leaf.dtype, device=like.device), like.site, None)
+
+        return tree_map(make, self.output, is_leaf=lambda leaf: isinstance(leaf, Shape))
+
+
+def branch_weight(connection: GatedConnection, site: int, x: Tensor) -> Tensor:
+    """Return the weight of the branch at a site, [..., 1 or D]: t, or with `preserve` t over its first value."""
+    t = torch.sigmoid(connection.gates[site % len(connection.gates)](connection.features_last(x)))
+    if isinstance(connection, KeelConnection) and connection.options.preserve:
+        t = t * (1.0 + math.exp(-connection.init_biases[site % len(connection.gates)]))
+    return t
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Leaves of nested arguments or outputs, those of mappings that torch's trees do not know included."""
+    return [
+        inner
+        for leaf in tree_leaves(tree)
+        for inner in (leaves(dict(leaf)) if hasattr(leaf, "items") and not isinstance(leaf, Tensor) else [leaf])
+    ]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a key-value cache, whose entries a skipped branch would leave out."""
+    return hasattr(value, "get_seq_length") or (isinstance(value, tuple) and any(map(is_cache, value)))
