@@ -11,7 +11,7 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding, Flags
-from flowscope.detectors.rates import Course
+from flowscope.detectors.rates import Rate
 from flowscope.records import Record, RunHeader
 
 WINDOW = 100
@@ -199,7 +199,7 @@ class LossPlateau(Detector):
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._window: deque[float] = deque(maxlen=PLATEAU_WINDOW)
-        self._course = Course()
+        self._rate = Rate()
         self._seen = 0
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
@@ -207,8 +207,7 @@ class LossPlateau(Detector):
         del header
         losses, width = losses_of(record), record.metrics.get("output_width")
         self._window.extend(losses.tolist())
-        updates = self._course.updates(record)
-        working = updates is None or updates.working
+        working = self._rate.working(record)
         self._seen = min(self._seen + losses.size, self.config.plateau_steps)
         known = width is not None and width.size == 1 and bool(np.isfinite(width[0]))
         if losses.size == 0 or width is None or not known or self._seen < self.config.plateau_steps:
@@ -238,12 +237,12 @@ class LossPlateau(Detector):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The last losses and the learning rates' course."""
-        return {"window": list(self._window), "course": self._course.state_dict(), "seen": self._seen}
+        """The last losses and the learning rate's course."""
+        return {"window": list(self._window), "rate": self._rate.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._window.clear()
         self._window.extend(state["window"])
-        self._course.load_state_dict(state["course"])
+        self._rate.load_state_dict(state["rate"])
         self._seen = state["seen"]

@@ -6,6 +6,7 @@ judged only where the rate stands still or falls, and is not far below its own p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +76,9 @@ class Course:
         trainable = _like(record.metrics.get("param_trainable"), unknown)
         last, peak = (_like(self._kept.get(key), unknown) for key in ("last", "peak"))
         zero = _like(self._kept.get("zero_start"), unknown)
-        usual = float(np.nanmedian(norm)) if np.isfinite(norm).any() else 0.0
-        zero = np.where(np.isnan(zero) & ~np.isnan(norm), norm <= ALMOST_ZERO * usual, zero)
+        new = np.isnan(zero) & ~np.isnan(norm)
+        if new.any():
+            zero = np.where(new, norm <= ALMOST_ZERO * float(np.nanmedian(norm)), zero)
         self._kept = {"peak": np.fmax(peak, rate), "last": rate, "zero_start": zero}
         trained = (gradient > 0) & np.isfinite(ratio) & np.isfinite(norm) & (norm > 0) & (zero == 0)
         trained &= (rate != 0) & (held != 0) & (trainable != 0)
@@ -92,6 +94,30 @@ class Course:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._kept = {name: unpack(state[name]) for name in state}
+
+
+class Rate:
+    """The largest learning rate of a record, its peak and its last value: `Course` where only that matters."""
+
+    def __init__(self) -> None:
+        self.peak, self.last = 0.0, math.inf
+
+    def working(self, record: Record) -> bool:
+        """Whether it stands still or falls, near its peak; one that is not known does. Learns this record's."""
+        rates = record.metrics.get("param_lr")
+        rate = -math.inf if rates is None else float(np.max(rates, initial=-math.inf, where=~np.isnan(rates)))
+        if not math.isfinite(rate):
+            return True
+        self.peak, last, self.last = max(self.peak, rate), self.last, rate
+        return rate <= RISING * last and rate >= FAR_BELOW_PEAK * self.peak
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"peak": self.peak, "last": None if math.isinf(self.last) else self.last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.peak, self.last = state["peak"], math.inf if state["last"] is None else state["last"]
 
 
 def _like(values: Array | None, default: Array) -> Array:

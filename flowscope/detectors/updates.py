@@ -9,7 +9,7 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding, pack, parameter_name, unpack
-from flowscope.detectors.rates import Course, Updates
+from flowscope.detectors.rates import Course, Rate, Updates
 from flowscope.records import Record, RunHeader
 
 SLOW_RECORDS = 10
@@ -44,22 +44,20 @@ class UpdateTooSmall(Detector):
             yield Finding(self.kind, level="unseen")
             yield Finding(self.kind, cause="precision", level="unseen")
             return
-        # a huge embedding of which a batch uses few rows hides the rest from the one, small biases move the other
-        overall = max(updates.overall, updates.usual / USUAL_ABOVE_OVERALL)
-        for finding in (
-            self._slow(record, header, updates, overall),
-            self._rounded(record, header, updates),
-        ):
+        for finding in (self._slow(record, header, updates), self._rounded(record, header, updates)):
             if finding is not None:
                 yield finding
-        self._best = max(self._best, overall)
 
-    def _slow(self, record: Record, header: RunHeader, updates: Updates, overall: float) -> Finding | None:
+    def _slow(self, record: Record, header: RunHeader, updates: Updates) -> Finding | None:
         limit, release = self.config.small_update, self.config.release_factor
-        best = max(self._best, overall)
-        if best >= limit * release:
+        if self._best >= limit * release:
             return None  # the run has moved: small updates later are its schedule, or the end of what it can learn
-        if best >= limit or not updates.working:
+        # a huge embedding of which a batch uses few rows hides the rest from the one, small biases move the other
+        overall = max(updates.overall, updates.usual / USUAL_ABOVE_OVERALL)
+        self._best = max(self._best, overall)
+        if self._best >= limit * release:
+            return None
+        if self._best >= limit or not updates.working:
             return Finding(self.kind, level="near")
         least = int(np.argmin(np.where(updates.trained, updates.ratio, np.inf)))
         name, rate = parameter_name(record, header, least), updates.rate[least]
@@ -81,6 +79,8 @@ class UpdateTooSmall(Detector):
         same, grid = record.metrics.get("param_unchanged"), record.metrics.get("param_epsilon")
         if same is None or grid is None or same.shape != updates.ratio.shape or grid.shape != same.shape:
             return Finding(self.kind, cause="precision", level="unseen")
+        if not bool(np.nanmax(grid) > LOW_PRECISION):
+            return None
         coarse = updates.trained & (grid > LOW_PRECISION) & (updates.ratio < grid)
         norms = record.metrics.get("param_is_norm")
         if norms is not None and norms.shape == coarse.shape:
@@ -179,20 +179,26 @@ class OverClipped(Detector):
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
-        self._course = Course()
+        self._rate = Rate()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""
         del header
-        clipped, updates = record.metrics.get("clip_ratio"), self._course.updates(record)
-        if clipped is None or clipped.size != 1 or not np.isfinite(clipped[0]) or updates is None:
+        clipped, working = record.metrics.get("clip_ratio"), self._rate.working(record)
+        if clipped is None or clipped.size != 1 or not np.isfinite(clipped[0]):
             yield Finding(self.kind, level="unseen")
             return
-        overall, ratio = updates.overall, float(clipped[0])
-        limit, small, release = self.config.clip_ratio, self.config.clipped_update, self.config.release_factor
-        if ratio >= limit * release or overall >= small * release:
+        ratio, limit, release = float(clipped[0]), self.config.clip_ratio, self.config.release_factor
+        if ratio >= limit * release:
             return
-        if ratio >= limit or overall >= small or not updates.working:
+        updates, small = Course().updates(record), self.config.clipped_update
+        if updates is None:
+            yield Finding(self.kind, level="unseen")
+            return
+        overall = updates.overall
+        if overall >= small * release:
+            return
+        if ratio >= limit or overall >= small or not working:
             yield Finding(self.kind, level="near")
             return
         yield Finding(
@@ -208,12 +214,12 @@ class OverClipped(Detector):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The learning rates' course."""
-        return {"course": self._course.state_dict()}
+        """The learning rate's peak and last value."""
+        return self._rate.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._course.load_state_dict(state["course"])
+        self._rate.load_state_dict(state)
 
 
 def _total(record: Record) -> float:
