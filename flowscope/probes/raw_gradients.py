@@ -25,6 +25,8 @@ SMALL = 1 << 16
 FIRST_READS = 2
 """So many first samples are read whether or not something changes the gradients."""
 READS_AFTER_CHANGE = 10
+VERSIONS = 32
+"""The version counters of so many gradients, evenly spaced, tell whether something changes them."""
 SAME = 1e-6
 """Relative difference of two norms of the same values: summed in another order at most."""
 
@@ -87,19 +89,20 @@ class RawGradients:
         now = self._followed() if reading else self._current()
         self._left = {
             i: (id(gradient), gradient._version)
-            for i, p in enumerate(now)
-            if p is not None and (gradient := p.grad) is not None
+            for i in range(0, len(now), -(-len(now) // VERSIONS))
+            if (p := now[i]) is not None and (gradient := p.grad) is not None
         }
         self.norms = {}
         if reading:
-            found = {i: gradient for i in self._left if (p := now[i]) is not None and (gradient := p.grad) is not None}
+            found = {i: p.grad for i, p in enumerate(now) if p is not None and p.grad is not None}
             plain = {i: entries(g) for i, g in found.items() if not hasattr(g, "to_local")}  # no collective here
             self.norms = dict(zip(plain, norms(list(plain.values())), strict=True))
 
     def compare(self, gradients: Mapping[int, Tensor]) -> None:
-        """Note which gradients, as the optimizer is about to use them, are still what backward left."""
-        left = self._left
-        self.untouched |= {i: float(left[i] == (id(g), g._version)) for i, g in gradients.items() if i in left}
+        """Note whether gradients, as the optimizer is about to use them, are still what backward left."""
+        same = [left == (id(g), g._version) for i, left in self._left.items() if (g := gradients.get(i)) is not None]
+        if same:
+            self.untouched |= dict.fromkeys(gradients, float(all(same)))
 
     def judge(self, raw: NDArray[np.float64], used: NDArray[np.float64]) -> None:
         """Read on while the gradients at the end of backward are not those used, else soon no more."""
