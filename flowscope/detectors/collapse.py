@@ -209,7 +209,7 @@ class RepresentationCollapse(Detector):
             float(size[-1] * code / limit),
             f"what {view.point(last)} hands on has faded to an RMS of {size[-1]:.2g}, {code:.1f} times less than at "
             f"the start (limit {limit:.3g} times), the layer before it {before:.1f} times: it carries less and less",
-            "lower the weight of the term that shrinks it, or warm it up from 0 (the KL term of an autoencoder)",
+            "lower the weight of the term that shrinks it (the KL term of a variational autoencoder)",
             name,
             records=EMBEDDING_RECORDS,
             cause="code",

@@ -64,8 +64,7 @@ class GateSaturation(Detector):
             limit,
             f"{count} of {share.size} gates are {word} and saturated, the first with mean {mean[where]:.2g} and "
             f"{share[where]:.0%} of its values beyond |logit| 5 (limit {limit:.0%}): they hardly learn any more",
-            "start the gates' bias nearer to 0 (-2 for carry), lower their learning rate, keep weight decay on their "
-            "weights"
+            "start the gates' bias nearer to 0 (-2 for carry)"
             if serious
             else "nothing to do where the block is meant to be skipped or passed whole; a bias nearer to 0 reopens it",
             name,
@@ -176,8 +175,7 @@ class MixingGain(Detector):
             limit,
             f"the residual mappings of the streams multiply to a gain of {largest:.3g} "
             f"{'forward' if ahead else 'backward'} (limit {limit:.3g}, crossed at {place}; 1 keeps the signal)",
-            'keep the mapping doubly stochastic (flowscope.wrap(model, mode="mhc")), or lower the rate of the '
-            "connections' parameters (flowscope.param_groups)",
+            'keep the mapping doubly stochastic (flowscope.wrap(model, mode="mhc")), or start it at the identity',
             name,
             immediate=certain,
             cause="amplifies",

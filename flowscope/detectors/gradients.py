@@ -30,7 +30,7 @@ CERTAIN = 100.0
 
 ADVICE = {
     "time": "use a gated cell (LSTM, GRU), orthogonal recurrent weights, or a shorter truncation",
-    "gated": "if it stays so and the task needs the early steps: start an LSTM's forget-gate bias at 1 or more",
+    "gated": "nothing to do if the last steps suffice; an LSTM's forget-gate bias of 1 lets the gradient reach back",
     "chain": "initialise by He (ReLU) or Xavier (tanh), use an activation that does not saturate, or add residual "
     "connections or normalisation",
     "stack": "lower the learning rate or lengthen its warm-up; if the blocks are post-norm, make them pre-norm or call "
@@ -190,7 +190,7 @@ class VanishingGradient(Detector):
         return Finding(
             self.kind,
             view.block(where),
-            "error",
+            "warning",
             float(product[low]),
             limit,
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} (limit "
@@ -220,6 +220,7 @@ class ExplodingGradient(Detector):
     """The product above its limit, or the largest gradient norm of a flow far above its own first steps'."""
 
     kind = "exploding_gradient"
+    yields_to = frozenset({"mixing_gain"})
 
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)

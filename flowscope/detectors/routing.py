@@ -46,8 +46,8 @@ class ExpertCollapse(Detector):
             f"{name} sends no token to {dead[where]:.0%} of its experts (limit {config.expert_dead:.0%}); the fullest "
             f"gets {violation[where] + 1:.1f} times the mean load (limit {config.expert_violation + 1:.1f})"
             f"{_entropy(record, where)}; {int(beyond.sum())} of {dead.size} routers alike",
-            "add a load-balancing loss (Switch: 0.01 * experts * sum of share * probability) or a bias that evens the "
-            "loads, and lower the router's learning rate",
+            "add a load-balancing loss, weight * experts * sum of share * probability (Switch: 0.01; a router that has "
+            "collapsed already needed 0.1)",
             flow_holding(name, header),
             records=SETTLING_RECORDS,
         )

@@ -105,7 +105,6 @@ class SolverUnconverged(Detector):
             limit,
             f"{name} stops at a relative residual of {worst:.2g} (limit {limit:.2g}){told}; its gradient is that of "
             "no fixed point",
-            "keep the map a contraction (spectral norm below 1, weight decay, a Jacobian penalty), or allow more "
-            "iterations",
+            "keep the map a contraction: divide its weights by their spectral norm (to 0.9 or so), or start them smaller",
             immediate=certain,
         )

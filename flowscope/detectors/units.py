@@ -67,7 +67,7 @@ class DeadUnits(ShareOfUnits):
             f"{shares[where]:.0%} of the units of {group.names[where]} were off for all the data of the step (limit "
             f"{limit:.0%}); {int(beyond.sum())} of {shares.size} activations are beyond it{entire}",
             "lower the learning rate; if it is so from the first step, start biases at 0 and weights by He's rule; "
-            "what is dead stays so: start anew, or use a leaky activation",
+            "what is dead stays so: start anew or from an earlier checkpoint",
             group.flow,
             immediate=bool(whole.any()),
         )
@@ -95,7 +95,7 @@ class Saturation(ShareOfUnits):
             limit,
             f"{shares[where]:.0%} of the values of {group.names[where]} are saturated (limit {limit:.0%}): the "
             f"derivative is nearly zero there; {int(beyond.sum())} of {shares.size} such modules are beyond the limit",
-            "initialise by Xavier (the weights are too large), normalise the input, or put a normalisation before it",
+            "initialise by Xavier (the weights are too large), or put a normalisation before it",
             group.flow,
         )
 
