@@ -127,7 +127,7 @@ class Scope:
         self._closed = False
         self._step = 0
         self._samples = 0
-        self._forwards_at_end = 0
+        self._runs_at_end = 0
         self._ended_unclaimed = False
         self._ended_any = False
         self._losses: list[Any] = []
@@ -445,7 +445,7 @@ class Scope:
 
     def just_ended(self) -> bool:
         """Whether a step has ended and the model has not run since."""
-        return self._ended_any and self._observation.forwards == self._forwards_at_end
+        return self._ended_any and self._observation.runs() == self._runs_at_end
 
     def joins(self, optimizer: Any) -> None:
         """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
@@ -498,7 +498,7 @@ class Scope:
         self._pending[-1].found_inf, self._found_inf = self._found_inf, []
         self._losses, self._replays, self._updating = [], [], False
         self._ended_unclaimed = self._ended_any = True
-        self._forwards_at_end = self._observation.forwards
+        self._runs_at_end = self._observation.runs()
         self._step += 1
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
         sampled = self._observation.switch.sampling and "skipped" not in flags

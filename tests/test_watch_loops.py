@@ -96,6 +96,52 @@ def test_the_loss_finds_its_step_after_reading_and_after_evaluation(read: bool, 
     close_to(losses, expected)
 
 
+class WithLoss(Stack):
+    """Trained by a method, as by Lightning: the root's own `__call__` never runs."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.forward(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("called_once", [False, True])
+def test_a_loop_that_calls_a_method_of_the_model(order: str, called_once: bool) -> None:
+    model = WithLoss(2)
+    optimizer, expected = sgd(model), []
+    with watched(model, optimizer) as scope:
+        if called_once:
+            loss_of(model, data(99))  # somebody looks at the output before the training
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model.loss(data(step))
+            loss.backward()
+            expected.append(loss.item())
+            if order == "before":
+                scope.step(loss=loss)
+            optimizer.step()
+            if order == "after":
+                scope.step(loss=loss)
+    close_to([r.loss for r in scope.records], expected)
+
+
+def test_micro_batches_of_a_loop_that_calls_a_method_of_the_model() -> None:
+    model = WithLoss(2)
+    optimizer, expected = sgd(model), []
+    with watched(model, optimizer) as scope:
+        for step in range(3):
+            losses = []
+            for i in range(2):
+                loss = model.loss(data(2 * step + i))
+                loss.backward()
+                if i == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                scope.step(loss=loss)  # the first of them before the step, the second after it
+                losses.append(loss.item())
+            expected.append(np.mean(losses))
+    close_to([r.loss for r in scope.records], expected)
+
+
 def test_several_losses_of_a_step_are_averaged() -> None:
     model = Stack(2)
     optimizer, expected = sgd(model), []

@@ -78,6 +78,8 @@ class FlowObserver:
         self._canaries = {len(flow.outputs) - 1} | ({0} if flow.entry is None else set())
         self._reordered = False
         self.in_training = True
+        self.runs = 0
+        """Grows whenever blocks run with gradient, outside of compiled code and recomputation."""
         # until a whole step has shown that no module is called twice, outputs are marked to tell loops from new inputs
         self._repeats = True
         self._repeated = False
@@ -180,12 +182,17 @@ class FlowObserver:
         elif not recomputing and torch.is_grad_enabled():
             self._entry_waits = forward
 
+    def _count_run(self, *, compiled: bool, again: bool) -> None:
+        if not compiled and not again and torch.is_grad_enabled():
+            self.runs += 1
+
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A block has run: its output is a point."""
         if self.switch.paused or not (self.in_training or torch.is_grad_enabled()):
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
+        self._count_run(compiled=tracing, again=recomputing)
         plain = isinstance(output, Tensor) and not tracing and not recomputing
         like = None if plain else hidden_input(args, kwargs)
         x = hidden_output(output, like)

@@ -152,6 +152,10 @@ class Observation:
         for site in self.sites:
             site.start_forward()
 
+    def runs(self) -> int:
+        """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
+        return self.forwards + sum(flow.runs for flow in self.flows)
+
     def forwards_of_step(self) -> int:
         """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
         return self.forwards - self._forwards_at_begin
