@@ -105,6 +105,6 @@ class SolverUnconverged(Detector):
             limit,
             f"{name} stops at a relative residual of {worst:.2g} (limit {limit:.2g}){told}; its gradient is that of "
             "no fixed point",
-            "keep the map a contraction: divide its weights by their spectral norm (to 0.9 or so), or start them smaller",
+            "keep the map a contraction: divide its weights by their spectral norm (to 0.9 or so), or start smaller",
             immediate=certain,
         )
