@@ -30,6 +30,7 @@ class SolverCost(Detector):
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._first: list[Array] = []
+        self._base: Array | None = None
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding at most: the solver that grew most."""
@@ -38,14 +39,13 @@ class SolverCost(Detector):
             yield Finding(self.kind, level="unseen")
             return
         if self._first and self._first[0].shape != cost.shape:
-            self._first = []
+            self._first, self._base = [], None
         if len(self._first) < self.config.baseline_records:
             self._first.append(cost)
+            self._base = None
         if len(self._first) < 3:
             return
-        first, base = np.array(self._first), np.full(cost.shape, np.nan)
-        seen = np.isfinite(first).any(axis=0)
-        base[seen] = np.nanmedian(first[:, seen], axis=0)
+        base = self._base = self._median() if self._base is None else self._base
         growth = np.divide(cost, base, out=np.ones_like(cost), where=base > 0)
         limit, where = self.config.solver_growth, int(np.nanargmax(growth))
         if not growth[where] > limit:
@@ -64,13 +64,19 @@ class SolverCost(Detector):
             "penalise the dynamics (kinetic energy or Jacobian norm), add weight decay, or loosen the tolerance",
         )
 
+    def _median(self) -> Array:
+        first = np.array(self._first)
+        base, seen = np.full(first.shape[1:], np.nan), np.isfinite(first).any(axis=0)
+        base[seen] = np.nanmedian(first[:, seen], axis=0)
+        return base
+
     def state_dict(self) -> dict[str, Any]:
         """The first counts."""
         return {"first": [pack(values) for values in self._first]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._first = [unpack(values) for values in state["first"]]
+        self._first, self._base = [unpack(values) for values in state["first"]], None
 
 
 class SolverUnconverged(Detector):
