@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,25 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     if (accelerate := sys.modules.get("accelerate.state")) is not None:
         for kind in (accelerate.AcceleratorState, accelerate.GradientState, accelerate.PartialState):
             kind._reset_state()
+
+
+MISSING = """
+import importlib, sys
+packages = {"huggingface": "transformers", "prometheus": "prometheus_client"}
+for name in sys.argv[1:]:
+    sys.modules[packages.get(name, name)] = None  # as if not installed
+    try:
+        importlib.import_module(f"flowscope.integrations.{name}")
+    except Exception as error:
+        print(name, type(error).__name__, f"flowscope[{name}]" in str(error))
+"""
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING, *NAMES], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == [f"{name} FlowscopeError True" for name in NAMES], done.stderr
 
 
 def test_every_adapter_has_a_block() -> None:

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-THIRD_PARTIES = ("torch", "tensorboard", "lightning", "transformers", "accelerate", "ignite", "wandb", "mlflow")
+THIRD_PARTIES = (
+    "torch",
+    "tensorboard",
+    "lightning",
+    "transformers",
+    "accelerate",
+    "ignite",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "prometheus_client",
+)
 
 ANY = {"numpy", "pydantic", "scipy"}
 PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "diagnosis", "_version")}
