@@ -133,6 +133,7 @@ class PartMaker:
         probes: Sequence[UnitProbe],
         agreed: Mapping[str, int],
         absent: dict[UnitProbe, Array],
+        positions: dict[UnitProbe, int],
     ) -> list[Part]:
         """The units of each activation that gave gradient: which were ever on, and the sums before them.
 
@@ -141,6 +142,7 @@ class PartMaker:
             probes: all probes that are still watched.
             agreed: the names of the parts that the ranks have in common, and their sizes.
             absent: filled with the vectors of probes that saw a gradient on other ranks only.
+            positions: at how many positions each was seen; overwritten with the sum.
         """
         parts = []
         for where, probe in taken:
@@ -151,7 +153,7 @@ class PartMaker:
             def replace(total: Array, where: slice = where) -> None:
                 self._replace(where, total)
 
-            parts.append(self._unit_part(probe, head, count, vector, replace))
+            parts.append(self._unit_part(probe, (head, count), vector, replace, positions))
         seen = {probe.label for _, probe in taken}
         by_label = {probe.label: probe for probe in probes if probe.label not in seen}
         for name in agreed:
@@ -162,26 +164,32 @@ class PartMaker:
                 def keep(total: Array, probe: UnitProbe = other) -> None:
                     absent[probe] = total
 
-                parts.append(self._unit_part(other, 2 if other.kind in SUMMED else 0, int(units), None, keep))
+                sizes = 2 if other.kind in SUMMED else 0, int(units)
+                parts.append(self._unit_part(other, sizes, None, keep, positions))
         return parts
 
     def _unit_part(
-        self, probe: UnitProbe, head: int, count: int, vector: Tensor | None, put: Callable[[Array], None]
+        self,
+        probe: UnitProbe,
+        sizes: tuple[int, int],
+        vector: Tensor | None,
+        put: Callable[[Array], None],
+        positions: dict[UnitProbe, int],
     ) -> Part:
         """[positions it was seen at, sums (2) of kinds that have them, packed units]."""
-        ranks, device = self._sharing.ranks, self._sharing.device
+        ranks, device, (head, count) = self._sharing.ranks, self._sharing.device, sizes
         size = 1 + head + packed_size(count, ranks)
 
         def gather() -> Tensor:
             if not self._sharing.states or vector is None:
                 return self._zeros(size)
             row = flat([vector], device)
-            positions = torch.full_like(row[:1], float(max(1, probe.taken_positions)))
-            return torch.cat([positions, row[:head], pack(row[head:], ranks)])
+            seen = torch.full_like(row[:1], float(max(1, positions.get(probe, 0))))
+            return torch.cat([seen, row[:head], pack(row[head:], ranks)])
 
         def scatter(sums: Array) -> None:
             if sums[0] > 0:
-                probe.taken_positions = int(sums[0])
+                positions[probe] = round(float(sums[0]))
                 put(np.concatenate([sums[1 : 1 + head], unpack(sums[1 + head :], count, ranks)]))
 
         return Part(f"units {probe.label} {count}", size, gather, scatter, fixed=False)

@@ -51,6 +51,7 @@ class Snapshot:
         self._parameters = self._take_parameters()
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
+        self._unit_positions = {p: p.taken_positions for _, p in units or ()}
         norms = observation.faults.guard(NormGapObserver.PART, observation.norms.take) if observation.norms else None
         self._norms = [(self._keep([t]), p) for t, p in norms or ()]
         output = observation.output.take() if observation.output else None
@@ -97,7 +98,7 @@ class Snapshot:
         if self._parameters is not None and observation.parameters is not None:
             parts += make.parameters(*self._parameters, observation.parameters.entries())
         probes = observation.units.probes if observation.units is not None else []
-        return parts + make.units(self._units, probes, agreed, self._unseen_units)
+        return parts + make.units(self._units, probes, agreed, self._unseen_units, self._unit_positions)
 
     def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array, Array]:
         parameters = self._observation.parameters
@@ -342,6 +343,8 @@ class Snapshot:
             out.add(name, array, labels[name])
         if "dead_fraction" in metrics:
             by_label = {p.label: p for p in vectors}
+            for probe, positions in self._unit_positions.items():
+                probe.taken_positions = positions  # the next step's may have been taken since
             dead = [by_label[label] for label in labels["dead_fraction"]]
             lasting = np.array([p.lasting(vectors[p][2:]) for p in dead])
             out.add("dead_lasting", lasting, labels["dead_fraction"])
