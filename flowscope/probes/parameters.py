@@ -184,7 +184,6 @@ class ParameterObserver:
             for i, value in found.items() if len(numbers) < len(found) else ():
                 if isinstance(value, Tensor):
                     columns.setdefault((value.device, value.dtype), []).append((row, i, value))
-        self._now = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
         self.carried.drop()
@@ -194,6 +193,10 @@ class ParameterObserver:
             for items in columns.values()
         ]
         return values, read, vectors
+
+    def let_go(self) -> None:
+        """The step's numbers are taken: look the parameters up anew from here on, and keep none alive."""
+        self._now = None
 
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""

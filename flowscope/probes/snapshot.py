@@ -75,6 +75,7 @@ class Snapshot:
         self._wiring: tuple[Array, Array, Array] | None = None
         if observation.parameters is not None:
             self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
+            observation.parameters.let_go()
         self._copy = HostCopy(self._tensors)
         self._replaced: dict[tuple[int, int], list[Array]] = {}
         self._unseen_units: dict[UnitProbe, Array] = {}
