@@ -138,12 +138,12 @@ def test_units_off_by_chance_in_small_batches_are_not_lasting():
     on[:, :20] = False  # a tenth is dead for good
     values = []
     for row in on:
-        probe._taken_positions = 1
+        probe.taken_positions = 1
         values.append(probe.lasting(row.astype(float)))
     assert np.isnan(values[:31]).all()
     # .7^32 = 1e-5 of the others are off at all of 32 positions
     assert values[31:] == [0.1] * 33
-    probe._taken_positions = 32
+    probe.taken_positions = 32
     assert probe.lasting(np.zeros(200)) == 1.0  # a step of 32 positions speaks for itself
 
 
