@@ -117,13 +117,19 @@ def compiled_section(pairs: int) -> list[str]:
     """`torch.compile(fullgraph=True)`: ratio of a sampled and of an unsampled step, and the graphs compiled."""
     counter = CompileCounterWithBackend("inductor")
     runners = [lm_runner("bare", backend="inductor"), lm_runner("bare again", backend="inductor")]
-    watched = lm_runner("watched", watch(every=lambda step: step % 2 == 0, **ALL), backend=counter)
+    every = lambda step: step % 2 == 0  # noqa: E731
+    inside = CompileCounterWithBackend("inductor")
+    runners.append(lm_runner("flow + depth", watch(every=every, **FLOW_DEPTH), backend=inside))
+    watched = lm_runner("watched", watch(every=every, **ALL), backend=counter)
     breaks = torch._dynamo.utils.counters["graph_break"]
     times = interleave([*runners, watched], lm_data(), pairs + pairs % 2, warmup=20)
     bare, on = times["bare"], slice(0, None, 2)
     rows = [
         ratio("bare again (A/A)", times["bare again"], bare),
-        ratio("all, sampled step", times["watched"][on], bare[on], limit=1.05),
+        ratio("flow + depth, sampled step", times["flow + depth"][on], bare[on], note="what is in the graph"),
+        ratio(
+            "all, sampled step", times["watched"][on], bare[on], limit=1.05, note="parameters are read in eager code"
+        ),
         ratio("all, unsampled step", times["watched"][1::2], bare[1::2]),
     ]
     found = f"{counter.frame_count} graphs (budget 2), {sum(breaks.values())} graph breaks (budget 0)"
