@@ -233,6 +233,17 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "mixing_gain": ("mix_gain_backward", "mix_gain_forward"),
     "update_too_small": ("update_ratio",),
     "update_too_large": ("update_ratio",),
+    "expert_collapse": (),
+    "solver_unconverged": (),
+    "solver_cost": (),
+    "loss_plateau": (),
+    "loss_spike": (),
+    "gradient_accumulates": ("grad_carried",),
+    "constant_output": ("output_spread", "sample_cosine"),
+    "over_clipped": ("clip_ratio", "param_grad_norm_raw"),
+    "rank_desync": (),
+    "symmetry": ("weight_spread",),
+    "train_eval_gap": ("norm_gap",),
 }
 """Alert kind -> the metrics that show it, best first."""
 
