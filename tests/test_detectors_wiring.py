@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from detector_records import PARAMETERS, gradients, header, layout, play, record, slope, told
 
+from flowscope.records import FlowLayout
+
 NAN = float("nan")
 CNN = ("0.weight", "1.weight", "1.bias", "4.weight", "5.weight", "5.bias", "9.weight", "9.bias")
 CNN_NORM = [0, 1, 1, 0, 1, 1, 0, 0]
@@ -164,3 +166,24 @@ def test_stages_that_are_detached_behind_their_end_are_one_alert_of_the_network(
         item.metric_labels = {"param_norm": names}
     alerts = play(series, header(*flows, parameters=names))
     assert [(a.kind, a.flow, a.step) for a in alerts if a.severity != "info"] == [("no_gradient", "network", 2)]
+
+
+@pytest.mark.parametrize(
+    ("tracked", "optimized", "raised"),
+    [
+        ([0, 0, 0, 2, 2, 2], [1] * 5, True),  # the encoder under no_grad
+        ([0, 0, 0, 2, 2, 2], [0, 0, 0, 1, 1], False),  # and in no optimizer: meant
+        ([2] * 6, [1] * 5, False),  # it ran: its parameters are unused for another reason
+        ([0, 2, 2, 2, 2, 2], [1] * 5, False),  # its first layer was dropped
+    ],
+)
+def test_a_part_that_runs_without_a_graph_and_is_in_the_optimizer_is_a_warning(tracked, optimized, raised):
+    points = ("encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1", "decoder.2")
+    names = ("encoder.0.weight", "encoder.1.weight", "encoder.2.weight", "decoder.0.weight", "decoder.2.weight")
+    head = header(FlowLayout("network", "chain", points, points[1:]), parameters=names)
+    unused = parameters([1] * 5, [NAN, NAN, NAN, 0.3, 0.2], optimized)
+    series = [record(s, calls(tracked, tracked), **unused) for s in range(9)]
+    for item in series:
+        item.metric_labels = {"param_norm": names}
+    serious = [a for a in play(series, head) if a.severity != "info"]
+    assert told(serious) == ([("no_gradient", "encoder.0", 4, "raised")] if raised else [])

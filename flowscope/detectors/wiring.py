@@ -13,6 +13,8 @@ from flowscope.records import Record, RunHeader
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
 
+UNGRAPHED_RECORDS = 5
+"""A part that may be switched on later: it counts when it had no graph on so many records in a row."""
 DETACHED_RECORDS = 3
 """A flow without any gradient may have had no turn: it counts after this many records."""
 
@@ -115,6 +117,22 @@ class NoGradient(Detector):
             return
         name = parameter_name(record, header, int(np.argmax(missing)))
         count = int(missing.sum())
+        ungraphed = self._ungraphed(record, header, missing)
+        if ungraphed.any():
+            first, held = parameter_name(record, header, int(np.argmax(ungraphed))), int(ungraphed.sum())
+            yield Finding(
+                self.kind,
+                module_of(first),
+                "warning",
+                float(held),
+                0.0,
+                f"no gradient reached {held} parameters that the optimizer holds (the first is {first}), in a part "
+                "of the model that ran without a graph while what follows it did",
+                "look for torch.no_grad() or .detach() around the call of that part; if it is meant to stay fixed, set "
+                "requires_grad_(False) on it",
+                records=UNGRAPHED_RECORDS,
+                cause="ungraphed",
+            )
         yield Finding(
             self.kind,
             module_of(name),
@@ -125,6 +143,30 @@ class NoGradient(Detector):
             "if the module is meant to be used, call it in forward; else remove it or set requires_grad_(False)",
             cause="unused",
         )
+
+    def _ungraphed(self, record: Record, header: RunHeader, missing: Flags) -> Flags:
+        """Of parameters without gradient, those held by the optimizer beside points of a flow that had no graph yet.
+
+        Only the beginning of a flow counts, where all of a container had none: layers dropped at random do not.
+        """
+        held, none = record.metrics.get("param_optimized"), np.zeros(missing.shape, dtype=bool)
+        if held is None or held.shape != missing.shape:
+            return none
+        parents: set[str] = set()
+        for view in gradient_flows(record, header):
+            tracked = view.get("tracked_calls")
+            if tracked is None or not bool((tracked > 0).any()) or view.layout.kind == "time":
+                continue
+            start = int(np.argmax(tracked > 0))
+            running = {view.point(i).rpartition(".")[0] for i in range(start, tracked.size)}
+            parents |= {view.point(i).rpartition(".")[0] for i in range(start)} - running - {""}
+        if not parents:
+            return none
+        paths = tuple(f"{parent}." for parent in parents)
+        names = (parameter_name(record, header, i) for i in range(missing.size))
+        inside = np.array([name.startswith(paths) for name in names], dtype=bool)
+        found: Flags = missing & inside & (held == 1)
+        return found
 
     def _frozen(self, record: Record, header: RunHeader, trainable: Array) -> Iterable[Finding]:
         frozen = trainable == 0
