@@ -8,7 +8,7 @@ with one drawn by seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -28,7 +28,6 @@ class Draw:
     Args:
         seed: of the weights and of the order of the data.
         variation: None for the listed run; a number for a variation drawn from it (and the case's name).
-        quick: a test wants fewer steps where the fault shows early.
     """
 
     def __init__(self, seed: int = 0, variation: int | None = None, *, case: str = "") -> None:
@@ -115,7 +114,6 @@ class Case:
         build: makes the program.
         kinds: the accepted kinds of alert; none for a healthy run.
         score: "apart" runs are reported and not counted.
-        needs: a metric without which flowscope cannot see it; the case is pending until it is recorded.
         ranks: how many processes.
         varied: whether variations are drawn from it.
     """
@@ -255,11 +253,6 @@ def r2_of(model: nn.Module, data: Batch) -> Callable[[], float]:
 def names(*parts: str) -> str:
     """A regular expression for places: one of the parts, each with anything behind it in the path."""
     return "|".join(rf"{part}(\..*|:input)?" for part in parts)
-
-
-def last(losses: Sequence[float], count: int = 10) -> float:
-    """Mean of the last losses."""
-    return float(np.mean(losses[-count:]))
 
 
 def supervised(

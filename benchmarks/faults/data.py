@@ -44,7 +44,7 @@ def circles() -> Split:
 @lru_cache
 def blobs(*, raw: bool = False) -> Split:
     """Three clouds in the plane, z-scored or as they are (coordinates up to 15)."""
-    x, y = make_blobs(1000, centers=3, cluster_std=1.5, random_state=3)
+    x, y = make_blobs(1000, centers=3, cluster_std=1.5, random_state=5 if raw else 3)
     if not raw:
         x = (x - x.mean(0)) / x.std(0)
     points, label = torch.tensor(x, dtype=torch.float32), torch.tensor(y)

@@ -30,21 +30,6 @@ from flowscope.sinks import JsonlSink
 FOLDER = Path("runs/faults")
 
 
-class Replayable:
-    """Keeps header and records of a run as they were seen by the detectors."""
-
-    def __init__(self) -> None:
-        self.header: RunHeader | None = None
-
-    def write(self, event: object) -> None:
-        """Take the header."""
-        if isinstance(event, RunHeader):
-            self.header = event
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
 def folder_of(case: Case, draw: Draw, root: Path = FOLDER) -> Path:
     """Where one run is kept."""
     return root / case.id / (f"seed{draw.seed}" if draw.variation is None else f"variation{draw.variation}")

@@ -94,4 +94,4 @@ def batches_of_one(draw: Draw) -> Program:
     model = chain(2, draw.pick("width", 50, 40, 64), 1, 3)
     rate = draw.factor("lr", 0.02, 1.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    return supervised(draw, model, blobs(raw=True), optimizer, class_loss, batch=1, steps=1500, shows=below(0.8))
+    return supervised(draw, model, blobs(raw=True), optimizer, class_loss, batch=1, steps=1500, shows=below(0.7))
