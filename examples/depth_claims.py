@@ -93,7 +93,7 @@ def chain(folder: Path) -> Iterator[str]:
 def similarity(folder: Path) -> Iterator[str]:
     yield "after training; plain modes compare neighbouring blocks, streams neighbouring sub-layers (closer pairs)"
     yield f"{'':<22}{'blocks':>7}{'first third':>12}{'last third':>12}{'p05 last':>10}{'token cos':>11}{'to input':>10}"
-    for depth in (8, 32, 64, 128):
+    for depth in (8, 32, 64):
         for name in ("pre-ln", "post-ln", "post-keel", "keel-postln", "deepnorm", "shc", "dhc", "mhc"):
             result = trained(folder, name, depth)
             cosine, low = profile(result, "cosine"), profile(result, "cosine_p05")
@@ -107,7 +107,7 @@ def similarity(folder: Path) -> Iterator[str]:
 
 def seesaw(folder: Path) -> Iterator[str]:
     yield f"{'':<22}{'blocks':>7}{'product':>11}{'cosine':>9}{'token cos':>11}{'gain, nats':>12}"
-    for depth in (8, 32, 64, 128):
+    for depth in (8, 32, 64):
         for name in ("post-ln", "pre-ln", "shc", "dhc", "mhc"):
             result = trained(folder, name, depth)
             product, token = profile(result, "gradient_product")[0], profile(result, "token_cosine")[-1]
@@ -131,7 +131,7 @@ def bias(folder: Path) -> Iterator[str]:
 def gates(folder: Path) -> Iterator[str]:
     yield "mean gate by sixth of the depth, input first; start: sigmoid(2) = .881, sigmoid(-2) = .119"
     for name in ("pre-keel", "post-keel", "post-highway"):
-        for depth in (32, 64, 128, 256):
+        for depth in (8, 32, 64):
             values = profile(trained(folder, name, depth), "gate_mean")
             parts = "".join(f"{part.mean():>8.3f}" for part in np.array_split(values, 6))
             yield f"{variant(name).label:<22}{depth:>6}{parts}"
@@ -143,29 +143,32 @@ def gates(folder: Path) -> Iterator[str]:
 def expansion(folder: Path) -> Iterator[str]:
     yield from measures.expansion_lines()
     yield "nats gained over byte frequencies, 150 steps:"
-    for depth in (12, 48):
-        for name in ("pre-ln", "dhc-1", "dhc-2", "dhc", "dhc-6", "dhc-8"):
-            yield f"{depth:>4} blocks  {variant(name).label:<18}{spread(seeds(folder, name, depth, 150, 2))}"
+    for depth, count in ((12, 2), (48, 1)):
+        for name in (
+            ("pre-ln", "dhc-1", "dhc-2", "dhc", "dhc-6", "dhc-8") if depth == 12 else ("pre-ln", "dhc", "dhc-8")
+        ):
+            yield f"{depth:>4} blocks  {variant(name).label:<18}{spread(seeds(folder, name, depth, 150, count))}"
 
 
 def initialisations(folder: Path) -> Iterator[str]:
-    yield "24 blocks, 150 steps"
+    yield "12 blocks, 150 steps"
     for name in ("pre-ln", "dhc", "dhc-ramp", "dhc-alternate", "dhc-mixed", "dhc-sparse"):
-        start = trained(folder, name, 24, 150)
+        start = trained(folder, name, 12, 150)
         product = profile(start, "gradient_product", 0)[0]
-        gained = spread(seeds(folder, name, 24, 150, 2))
+        gained = spread(seeds(folder, name, 12, 150, 2))
         yield f"{variant(name).label:<22} product at the start {product:>9.3g}  {gained}"
 
 
 def static_dynamic(folder: Path) -> Iterator[str]:
-    for depth in (12, 48):
+    for depth, count in ((12, 2), (48, 1)):
         for name in ("pre-ln", "shc", "dhc"):
-            yield f"{depth:>4} blocks, 150 steps  {variant(name).label:<18}{spread(seeds(folder, name, depth, 150, 2))}"
+            gained = spread(seeds(folder, name, depth, 150, count))
+            yield f"{depth:>4} blocks, 150 steps  {variant(name).label:<18}{gained}"
 
 
 def mixing(folder: Path) -> Iterator[str]:
     yield f"largest composite gain over depth, trained{'':<10}{'forward':>12}{'backward':>10}{'least column sum':>18}"
-    for depth, steps, lr in ((64, STEPS[64], 1e-3), (128, STEPS[128], 1e-3), (24, 150, 1e-2)):
+    for depth, steps, lr in ((24, 150, 1e-2), (48, 150, 1e-3), (64, STEPS[64], 1e-3)):
         for name in ("shc", "dhc", "mhc"):
             result = trained(folder, name, depth, steps, lr=lr)
             worst = [np.nanmax(profile(result, f"mix_gain_{way}")) for way in ("forward", "backward")]
@@ -175,9 +178,9 @@ def mixing(folder: Path) -> Iterator[str]:
 
 
 def dynamic_scale(folder: Path) -> Iterator[str]:
-    yield "24 blocks, 150 steps"
+    yield "12 blocks, 150 steps"
     for name in ("dhc", "dhc-s0.1", "dhc-s1.0"):
-        yield f"{variant(name).label:<18}{spread(seeds(folder, name, 24, 150, 2))}"
+        yield f"{variant(name).label:<18}{spread(seeds(folder, name, 12, 150, 2))}"
 
 
 def advice(folder: Path) -> Iterator[str]:
@@ -200,7 +203,7 @@ def table(folder: Path) -> Iterator[str]:
     yield "nats gained over byte frequencies"
     for name in ("pre-ln", "post-ln", "pre-keel", "post-keel", "keel-postln"):
         early = []
-        for depth in (4, 8, 24):
+        for depth in (4, 12, 24):
             result = trained(folder, name, depth, 120)
             held = np.array(result["references"]) - np.array(result["losses"], dtype=float)
             early += [f"{depth} blocks: step 20-40 {held[20:40].mean():+.3f}, last {last_gain(result):+.3f}"]
@@ -208,14 +211,12 @@ def table(folder: Path) -> Iterator[str]:
 
 
 def rescue(folder: Path) -> Iterator[str]:
-    yield "120 steps, nats gained over byte frequencies (gradient product at x_0 at the end)"
-    yield f"{'lr':>8}{'blocks':>8}" + "".join(
-        f"{variant(n).label:>26}" for n in ("post-ln", "post-keel", "keel-postln")
-    )
-    for lr in (3e-4, 1e-3, 3e-3):
-        for depth in (12, 24, 48, 96):
+    yield "120 steps: nats gained over byte frequencies, and the gradient product at x_0 at the end"
+    yield f"{'lr':>8}{'blocks':>8}{'Post-LN':>26}{'keel -2 on Post-LN':>26}"
+    for lr, depths in ((1e-3, (6, 12, 24, 48, 96)), (3e-3, (6, 12, 24, 48)), (1e-4, (24, 48)), (3e-4, (24, 48))):
+        for depth in depths:
             row = f"{lr:>8g}{depth:>8}"
-            for name in ("post-ln", "post-keel", "keel-postln"):
+            for name in ("post-ln", "post-keel"):
                 result = trained(folder, name, depth, 120, lr=lr)
                 product = profile(result, "gradient_product")[0]
                 row += f"{f'{last_gain(result):+.3f} ({product:.1e})':>26}"

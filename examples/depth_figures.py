@@ -119,7 +119,7 @@ def shortcut(initial: Results) -> Figure:
         )
     for axes, title in (
         (total, "gradient_product: |dL/dx_0| / |dL/dx_L|"),
-        (carry, "shortcut_product: the carry alone"),
+        (carry, "shortcut_product: the carry alone (cut at 1e-30)"),
     ):
         axes.set_yscale("log")
         axes.set_title(title, fontsize="medium")
@@ -201,7 +201,7 @@ def seesaw(initial: Results, trained: Results) -> Figure:
     """Gradient against similarity, a point a mode and depth: the articles' seesaw."""
     figure = Figure(figsize=(10.5, 7.6), layout="constrained")
     grid = figure.subplots(2, 2, sharex="col")
-    ways = (("median adjacent cosine, last half of the depth", "cosine"), ("token_cosine at x_L", "token_cosine"))
+    ways = (("adjacent cosine, later half", "cosine"), ("token_cosine at x_L", "token_cosine"))
     for column, (results, at, title) in enumerate(((initial, 0, "at the start"), (trained, -1, "after training"))):
         for row, (label, metric) in enumerate(ways):
             axes = grid[row, column]
@@ -247,9 +247,9 @@ def losses(trained: Results, depths: list[int]) -> Figure:
                 draw(axes, variant, *smooth_gain(trained[variant, depth]))
         axes.axhline(0, color="0.5", linewidth=0.8)
         axes.set_title(f"{depth:,} blocks", fontsize="medium")
+        axes.set_xlabel("step")
         axes.set_ylim(-0.4, 1.0)
         axes.grid(alpha=0.3)
-    figure.supxlabel("step", fontsize="small")
     figure.supylabel("nats a byte gained over byte frequencies", fontsize="small")
     legend_below(figure, grid.flat)
     return figure

@@ -73,7 +73,7 @@ def drawn(start: Results, end: Results, depths: list[int]) -> list[str]:
     late += [("cosine_to_input at x_L", "cosine_to_input", lambda p: p[-1], False)]
     middle = ("adjacent cosine, median", "cosine", lambda p: float(np.nanmedian(p)), False)
     mixes = [
-        (f"{name}, worst", name, lambda p: float(np.nanmax(p)), True)
+        (f"{name}, worst", name, lambda p: float(np.nanmax(p)), False)
         for name in ("mix_gain_forward", "mix_gain_backward")
     ]
     mixes += [("stream_cosine, mean", "stream_cosine", lambda p: float(np.nanmean(p)), False)]
@@ -103,7 +103,7 @@ def drawn(start: Results, end: Results, depths: list[int]) -> list[str]:
             ("Mixing of streams after training", MIXING, [figures.across_depths(end, mixes, -1)]),
         ]
     return [
-        section(title, words, *(picture(f) for f in drawings if f is not None))
+        section(title, words, *(picture(f, title) for f in drawings if f is not None))
         for title, words, drawings in parts
         if drawings
     ]
@@ -200,7 +200,7 @@ def missing(trained: Sequence[Cell], end: Results) -> str:
         return f"<p>Nothing: all {len(end)} cells of this plan are there.</p>"
     lines = []
     for depth, names in lost.items():
-        which = "all modes" if len(names) == len(VARIANTS) else html.escape(", ".join(names))
+        which = "all modes" if len(names) == len(VARIANTS) else html.escape("; ".join(names))
         lines.append(f"<li>{depth:,} blocks, training: {which}</li>")
     return f"<p>The time budget (--minutes) left out:</p><ul>{''.join(lines)}</ul>"
 
@@ -211,11 +211,11 @@ def section(title: str, words: str, *content: str) -> str:
     return f"<h2>{html.escape(title)}</h2>{text}{''.join(content)}"
 
 
-def picture(figure: Figure) -> str:
+def picture(figure: Figure, words: str) -> str:
     """A figure as an image inside the page."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     data = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "depth study"}):
         figure.savefig(data, format="svg", metadata={"Date": None})
     code = base64.b64encode(data.getvalue()).decode()
-    return f'<figure><img alt="" src="data:image/svg+xml;base64,{code}"></figure>'
+    return f'<figure><img alt="{html.escape(words)}" src="data:image/svg+xml;base64,{code}"></figure>'
