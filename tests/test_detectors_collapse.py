@@ -295,3 +295,14 @@ def test_a_real_clamp_above_every_output_is_constant():
     assert ("constant_output", "") in alerts_of(model, loss, 0.01, 12)
     model.low = -50.0
     assert alerts_of(model, loss, 0.01, 12) == []
+
+
+def test_token_collapse_names_a_merge_site_where_the_cosines_are_those_of_sites():
+    sites = tuple(f"blocks.{k // 2}#{k % 2}" for k in range(12))  # two a block, on the 7 points of 6 blocks
+    series = [record(s, {"token_cosine": 1 - np.geomspace(0.9, 1e-7, 12)}) for s in range(3)]
+    for item in series:
+        item.metric_labels = {"token_cosine": sites}
+    (alert,) = play(series)
+    # .9 r^k with r^11 = 1e-7/.9 is below 1e-3 from k = 11 ln(900)/ln(9e6) = 4.7 on: site 5
+    assert alert.where == "blocks.2"
+    assert "12 merge sites" in alert.message

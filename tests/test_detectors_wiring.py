@@ -35,6 +35,13 @@ def test_a_detach_is_told_at_once_and_names_the_last_module_without_gradient():
     assert "detach" in alert.advice
 
 
+def test_a_block_that_returns_a_tensor_without_graph_is_itself_the_last_without_gradient():
+    cut = {**calls([2, 2, 2, 0, 2, 2, 2], [0, 0, 0, 0, 2, 2, 2]), "forward_calls": [2] * 7}
+    assert told(play(record(s, cut) for s in range(3))) == [("no_gradient", "blocks.2", 0, "raised")]
+    not_run = {**cut, "forward_calls": [2, 2, 2, 0, 2, 2, 2]}  # skipped, or run where no graph is kept
+    assert told(play(record(s, not_run) for s in range(3))) == [("no_gradient", "blocks.1", 0, "raised")]
+
+
 @pytest.mark.parametrize(
     ("tracked", "backward"),
     [

@@ -77,16 +77,17 @@ class TokenCollapse(Detector):
         product = view.get("gradient_product")
         nothing_back = product is not None and bool((product < self.config.vanishing_product).any())
         whole = 2 * _trailing(distance < limit / 10) > depth
+        places = f"{depth} blocks" if distance.size == len(view.layout.points) else f"{distance.size} merge sites"
         severity: Severity = "error" if whole or nothing_back else "warning"
         return Finding(
             self.kind,
-            view.point(where),
+            view.row("token_cosine", where),
             severity,
             float(1 - distance[-1]),
             1 - limit,
             f"the mean cosine between different tokens of a sequence is {1 - distance[-1]:.5f} at the last of "
-            f"{depth} blocks and {1 - distance[0]:.3f} at {view.point(0)} (limit {1 - limit:.4f}, crossed at "
-            f"{view.point(where)}): what tells tokens apart is lost",
+            f"{places} and {1 - distance[0]:.3f} at {view.row('token_cosine', 0)} (limit {1 - limit:.4f}, "
+            f"crossed at {view.row('token_cosine', where)}): what tells tokens apart is lost",
             "lower the learning rate or lengthen its warm-up; keep a residual path around attention; if the blocks are "
             'post-norm, make them pre-norm or call flowscope.wrap(model, mode="keel")',
             view.layout.name,

@@ -110,6 +110,11 @@ class FlowView:
         """Module path of point `index`."""
         return _label(self.layout.points, index)
 
+    def row(self, metric: str, index: int) -> str:
+        """Module path of row `index` of a metric whose rows need not be points (merge sites of wrapped blocks)."""
+        labels = self.record.metric_labels.get(metric_key(metric, None if self.first else self.layout.name), ())
+        return labels[index].partition("#")[0] if index < len(labels) else self.point(index)
+
     def block(self, index: int) -> str:
         """Module path of the block between points `index` and `index + 1`."""
         return _label(self.layout.blocks, index)

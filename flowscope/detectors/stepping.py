@@ -81,7 +81,8 @@ class GradientAccumulates(Detector):
     """Gradients of the steps before are still in `.grad` when a step's first gradient arrives: no zero_grad."""
 
     kind = "gradient_accumulates"
-    yields_to = frozenset({"stale_parameters"})
+    # zero_grad does not reach what the optimizer does not hold
+    yields_to = frozenset({"stale_parameters", "parameters_not_optimized"})
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""

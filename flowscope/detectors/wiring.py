@@ -56,6 +56,10 @@ class NoGradient(Detector):
         if before.size == 0:
             return None
         last = int(before[-1])
+        # a block whose own output has no graph cut it itself: it is the last that gets none
+        ran = view.get("forward_calls")
+        while ran is not None and last + 1 < first_with and ran[last + 1] > 0 and not tracked[last + 1] > 0:
+            last += 1
         where = view.point(last)
         return Finding(
             self.kind,
