@@ -249,7 +249,8 @@ def test_sharded(tmp_path: Path) -> None:
         as_one(results[name], single, rows)
         against_autograd(results[name][0], build(), whole())
     as_one(results["accumulate"], single, rows | {"forward_calls", "backward_calls", "tracked_calls"})
-    as_one(results["tensor_parallel"], single, rows)
+    # inside a divided layer the first rank sees its own units
+    as_one(results["tensor_parallel"], single, rows | {"dead_fraction", "dead_lasting"})
     against_autograd(results["tensor_parallel"][1], build(), whole())
     for mode in ("keel", "dhc"):
         as_one(results[mode], wrapped(mode), rows)
