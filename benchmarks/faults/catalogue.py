@@ -51,7 +51,7 @@ def by_prefix(prefixes: Sequence[str]) -> list[Case]:
 
 def listed(cases: Sequence[Case], seeds: int) -> list[tuple[Case, Draw]]:
     """Each case with each seed."""
-    return [(case, Draw(seed)) for case in cases for seed in range(seeds)]
+    return [(case, Draw(seed)) for seed in range(seeds) for case in cases]
 
 
 def variations(cases: Sequence[Case], count: int) -> list[tuple[Case, Draw]]:

@@ -6,7 +6,7 @@ Axis letters: U units.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,25 @@ class Probe:
     def matrices(self) -> list[Weight]:
         """The weight matrices that got a gradient, from the input."""
         return [w for w in self.weights if w.is_matrix and w.grad_norm is not None]
+
+
+def pack(probes: list[Probe]) -> list[dict[str, Any]]:
+    """JSON-ready; `unpack` is the inverse."""
+    return [asdict(probe) for probe in probes]
+
+
+def unpack(rows: list[dict[str, Any]]) -> list[Probe]:
+    """The probes that `pack` was given."""
+    return [
+        Probe(
+            row["step"],
+            row["loss"],
+            row["accuracy"],
+            [Weight(**weight) for weight in row["weights"]],
+            [Layer(**layer) for layer in row["layers"]],
+        )
+        for row in rows
+    ]
 
 
 class Spectator:

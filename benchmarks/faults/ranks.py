@@ -138,8 +138,7 @@ def run_ranks(chosen: Case, draw: Draw, root: Path | None) -> Run:
 
 def worker(rank: int, name: str, seed: int, folder: Path, store: str) -> None:
     """One process of a run."""
-    from benchmarks.faults import rules
-    from benchmarks.faults.runner import describe, plain, quiet_torch, train
+    from benchmarks.faults.runner import describe, keep, others, plain, quiet_torch, train
 
     quiet_torch()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -150,12 +149,9 @@ def worker(rank: int, name: str, seed: int, folder: Path, store: str) -> None:
     alerts, spectator, shown = train(built, folder if rank == 0 else None)
     if rank == 0:
         run = describe(chosen, draw, built, shown)
-        run["alarms"] = {OURS: plain(alerts)}
-        for rule in rules.RULES:
-            found = rules.apply(rule, spectator.probes, built.steps, built.epoch)
-            run["alarms"][rule] = [[step, kind, where, "warning"] for step, kind, where in found]
         run["seconds"] = round(time.perf_counter() - started, 2)
-        (folder / "run.json").write_text(json.dumps(run, default=float))
+        run["alarms"] = {OURS: plain(alerts), **others(run, spectator.probes)}
+        keep(run, spectator.probes, folder)
     dist.barrier()
     dist.destroy_process_group()
 

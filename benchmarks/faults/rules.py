@@ -133,33 +133,47 @@ def _off(probe: Probe, dead: Callable[[Layer], bool], saturated: float) -> Itera
             yield probe.step, "saturation", layer.name
 
 
+PATIENCE = 5
+
+
+class Patience:
+    """Whether a condition has held at five probes in a row."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def __call__(self, name: str, holds: bool) -> bool:
+        self.held[name] = self.held.get(name, 0) + 1 if holds else 0
+        return self.held[name] >= PATIENCE
+
+
 def deepchecker(probes: list[Probe], steps: int, epoch: int, *, everything: bool = True) -> Iterator[Alarm]:
     """Units, gradients, updates, weights, divergence; with `everything` also spread of activations and stagnation."""
     history: dict[str, list[float]] = {}
-    least = math.inf
+    patient, least = Patience(), math.inf
     for k, probe in enumerate(probes):
         if not probe.finite:
             yield probe.step, "non_finite", ""
             continue
         yield from _off(probe, lambda layer: layer.dead > 0.5, 0.85)
         yield from _gradients(probe, history)
-        yield from _updates(probe, k >= 5)
-        if probe.loss > 2 * least and k >= 5:
+        yield from _updates(probe, patient)
+        if patient("divergence", probe.loss > 2 * least):
             yield probe.step, "loss_spike", ""
-        if everything and k >= 5:
+        if everything:
             for layer in hidden(probe):
-                if not 0.5 <= layer.std <= 2:
+                if patient(f"spread {layer.name}", not 0.5 <= layer.std <= 2):
                     yield probe.step, "representation_collapse" if layer.std < 0.5 else EXPLODING, layer.name
-            if probe.loss > 0.95 * probes[k - 5].loss:
+            if k >= PATIENCE and probe.loss > 0.95 * probes[k - PATIENCE].loss:
                 yield probe.step, "loss_plateau", ""
         least = min(least, probe.loss)
 
 
-def _updates(probe: Probe, patient: bool) -> Iterator[Alarm]:
+def _updates(probe: Probe, patient: Patience) -> Iterator[Alarm]:
     for w in probe.matrices:
-        if w.update == 0 or (patient and w.update < 1e-4):
+        if w.update == 0 or patient(f"small {w.name}", w.update < 1e-4):
             yield probe.step, "update_too_small", w.name
-        if patient and w.update > 0.1:
+        if patient(f"large {w.name}", w.update > 0.1):
             yield probe.step, "update_too_large", w.name
         if w.tiny > 0.95:
             yield probe.step, DEAD, w.name

@@ -20,7 +20,7 @@ import torch
 import flowscope
 from benchmarks.faults import rules
 from benchmarks.faults.case import Case, Draw, Program, Shown
-from benchmarks.faults.numbers_seen import Spectator
+from benchmarks.faults.numbers_seen import Probe, Spectator, pack, unpack
 from benchmarks.faults.scoring import OURS, Run
 from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
@@ -73,15 +73,24 @@ def run_case(case: Case, draw: Draw, *, root: Path | None = FOLDER) -> Run:
         program = case.build(draw)
         alerts, spectator, shown = train(program, folder)
     run = describe(case, draw, program, shown)
-    run["alarms"] = {OURS: plain(alerts)}
-    for name in rules.RULES:
-        found = rules.apply(name, spectator.probes, program.steps, program.epoch)
-        run["alarms"][name] = [[step, kind, where, "warning"] for step, kind, where in found]
     run["seconds"] = round(time.perf_counter() - started, 2)
+    run["alarms"] = {OURS: plain(alerts), **others(run, spectator.probes)}
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.json").write_text(json.dumps(run, default=float))
+        keep(run, spectator.probes, folder)
     return run
+
+
+def others(run: Run, probes: list[Probe]) -> dict[str, Any]:
+    """What the other tools' rules say about the numbers seen."""
+    found = {name: rules.apply(name, probes, run["steps"], run["epoch"]) for name in rules.RULES}
+    return {name: [[step, kind, where, "warning"] for step, kind, where in alarms] for name, alarms in found.items()}
+
+
+def keep(run: Run, probes: list[Probe], folder: Path) -> None:
+    """Write a run beside its records; `run.json` last, as it says that the run is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "probes.json").write_text(json.dumps(pack(probes), default=float))
+    (folder / "run.json").write_text(json.dumps(run, default=float))
 
 
 def describe(case: Case, draw: Draw, program: Program, shown: Shown) -> Run:
@@ -95,6 +104,8 @@ def describe(case: Case, draw: Draw, program: Program, shown: Shown) -> Run:
         "kinds": list(case.kinds),
         "place": program.place,
         "first": program.first,
+        "steps": program.steps,
+        "epoch": program.epoch,
         "seed": draw.seed,
         "variation": draw.variation,
         "taken": draw.taken,
@@ -110,7 +121,7 @@ def plain(alerts: Sequence[Alert]) -> list[list[Any]]:
 
 
 def replay(run: Run, folder: Path) -> Run:
-    """The run with the alarms that today's detectors raise on its kept records."""
+    """The run with the alarms that today's detectors and rules raise on what was kept of it."""
     alerts: list[Alert] = []
     detectors, header = DetectorSet(WatchConfig()), None
     for line in (folder / "flowscope.jsonl").read_text().splitlines():
@@ -119,7 +130,8 @@ def replay(run: Run, folder: Path) -> Run:
             header = RunHeader.from_json(data)
         elif data["type"] == "record" and header is not None:
             alerts += detectors.check(Record.from_json(data, header), header)
-    return {**run, "alarms": {**run["alarms"], OURS: plain(alerts)}}
+    probes = unpack(json.loads((folder / "probes.json").read_text()))
+    return {**run, "alarms": {OURS: plain(alerts), **others(run, probes)}}
 
 
 def quiet_torch() -> None:
