@@ -283,11 +283,15 @@ class Ranks:
         """Begin the sum of a sampled step; a rank that is paused, or whose probes failed, enters with zeros."""
         group, sharing = self._party()
         device = sharing.device
-        own = self._observation.faults.guard("ranks", self._own_parts, ended) or []
+        # a part of its own in the list of faults: this rank goes on entering sums, with zeros
+        made = self._observation.faults.guard("parts of ranks", self._own_parts, ended)
+        own = made or []
+        if made is None:
+            ended.flags = (*ended.flags, "local")
         if self._handshakes > 0:
             self._handshake(own)
         news = any(not part.fixed and self._agreed.get(part.name) != part.size for part in own)
-        header = np.array([float(ended.snapshot is not None), float(news)])
+        header = np.array([float(ended.snapshot is not None and made is not None), float(news)])
         self._sent, self._since = self._since, []
         late = (self._late_rows + 2) * (KINDS + 2)
         first = [
@@ -298,7 +302,7 @@ class Ranks:
         vector, places, at = [], [], 0
         for name, size in {"header": 2, "late": late, **self._agreed}.items():
             part = by_name.get(name)
-            numbers = self._observation.faults.guard("ranks", part.gather) if part is not None else None
+            numbers = self._observation.faults.guard("parts of ranks", part.gather) if part is not None else None
             if part is not None and numbers is not None and numbers.numel() == size:
                 places.append((part, at))
             else:
@@ -429,7 +433,8 @@ class Ranks:
         device = sharing.device
         norms = torch.zeros(len(parameters.names), dtype=wide(device), device=device)
         if ended.snapshot is not None:
-            norms = self._observation.faults.guard("ranks", ended.snapshot.weight_norms, device)
+            read = self._observation.faults.guard("parts of ranks", ended.snapshot.weight_norms, device)
+            norms = norms if read is None else read
         placements = [getattr(parameter, "placements", ()) for parameter in parameters.current()]
         replicated = np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
         if not replicated.any():

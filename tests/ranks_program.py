@@ -150,6 +150,15 @@ def fsdp_accumulate() -> Result:
     return train(_shard(build()), share(batches(), rank()), micro=True)
 
 
+def compiled() -> Result:
+    """DDP compiled as a whole, watched before."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        return torch.compile(DistributedDataParallel(model), backend="aot_eager")
+
+    return train(build(), share(batches(), rank()), prepare=prepare)
+
+
 def tensor_parallel() -> Result:
     """Both ranks see the whole batch; the inner layers of each block are divided."""
     model = build()
@@ -311,6 +320,7 @@ SCENARIOS: dict[str, dict[str, Callable[[], Result]]] = {
         "keel": lambda: fsdp_wrapped("keel"),
         "dhc": lambda: fsdp_wrapped("dhc"),
         "tensor_parallel": tensor_parallel,
+        "compiled": compiled,
     },
     "apart": {
         "only_first_watches": only_first_watches,

@@ -252,6 +252,7 @@ def test_sharded(tmp_path: Path) -> None:
     # inside a divided layer the first rank sees its own units
     as_one(results["tensor_parallel"], single, rows | {"dead_fraction", "dead_lasting"})
     against_autograd(results["tensor_parallel"][1], build(), whole())
+    against_autograd(results["compiled"][1], build(), whole())
     for mode in ("keel", "dhc"):
         as_one(results[mode], wrapped(mode), rows)
     clipped = train(build(), batches(), before_step=lambda model: flowscope.clip_grad_norm_(model, 0.05))
