@@ -6,8 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import ConnectionContext
 from flowscope.merging.modes import make_connection
@@ -183,3 +184,24 @@ def test_deepnorm_finds_the_weights_of_separate_and_packed_projections():
         "qkv.weight[k]": False,
         "qkv.weight[v]": True,
     }
+
+
+def test_norms_that_are_skipped_are_frozen_until_unwrap() -> None:
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.fc(x).tanh())
+
+    model = nn.Sequential(*(Post() for _ in range(4)))
+    model[1].norm.bias.requires_grad_(False)  # the user's own choice stays
+    flowscope.wrap(model, mode="keel-postln", example_inputs=torch.randn(3, 5, 8))
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["0.norm.weight", "0.norm.bias", "1.norm.weight", "1.norm.bias"]
+    model(torch.randn(3, 5, 8)).sum().backward()
+    # what trains gets a gradient, so that DDP waits for nothing that never comes
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    flowscope.unwrap(model)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["1.norm.bias"]
