@@ -37,8 +37,8 @@ CASES: tuple[Case, ...] = (
     *ranks.healthy.cases,
 )
 
-PENDING: frozenset[str] = frozenset({"X01", "X02"})
-"""Faulty cases whose metrics (route_*, solver_*) are not recorded yet: run and shown, not counted."""
+PENDING: frozenset[str] = frozenset()
+"""Faulty cases whose metrics are not recorded yet: run and shown, not counted."""
 
 VARIATIONS = 20
 """Per family, spread over its cases."""
