@@ -171,6 +171,45 @@ def test_other_blocks(block: type[nn.Module]) -> None:
     assert {label for label, share in report.shares.items() if share} == {"blocks.0#0", "blocks.2#0"}
 
 
+class WithMaps(nn.Module):
+    """Attention that returns its maps [B, T, T] beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        attended, maps = self.attention(h, h, h)
+        return x + attended * (1.0 + maps.mean(-1, keepdim=True))
+
+
+def test_what_a_skipped_child_returns_beside_its_output_is_no_part_of_the_merge() -> None:
+    model = wrapped("keel", WithMaps)
+    close(model, 1, 0)
+    skipping = flowscope.skip_by_gates(model, 0.01, loader=inputs())
+    for x in inputs():
+        with torch.no_grad():
+            h = model.blocks[0](model.stem(x))
+            expected = model.head(model.blocks[2](h))
+        with skipping:
+            torch.testing.assert_close(run(model, x), expected)
+    assert not skipping.report().refused
+
+
+def test_a_batch_of_one_is_not_computed_twice() -> None:
+    model = wrapped("keel")
+    for block in range(3):
+        close(model, block, 1)
+    x, work = inputs()[0][:1], flops(model, inputs()[0][:1])
+    with flowscope.skip_by_gates(model, 0.01, per="sample"):
+        run(model, x)  # learns
+        run(model, x)
+        gates = 2 * T * D
+        # what is left: the MLPs and their merges' gates gone, the deciding gates of all six sites come on top
+        assert flops(model, x) == work - 3 * (2 * T * 2 * D * 2 * D + gates) + 6 * gates
+
+
 class Encoder(nn.Module):
     def __init__(self, batch_first: bool) -> None:
         super().__init__()

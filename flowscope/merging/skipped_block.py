@@ -40,6 +40,15 @@ class Decision(NamedTuple):
     rows: Tensor | None = None
 
 
+class Pass(NamedTuple):
+    """What one run of the block gave: its output, the branches and decisions by site, (site, samples, left out)."""
+
+    output: Any
+    branches: dict[int, Tensor]
+    decided: dict[int, Decision]
+    tally: list[tuple[int, int, int]]
+
+
 class Decider(Protocol):
     """What a block asks."""
 
@@ -112,8 +121,7 @@ class SkippedBlock:
         self._shapes: dict[Any, Any] = {}
         self._caching: set[int] = set()  # sites whose branch fills a key-value cache
         self._around: set[int] = set()  # children inside which a site is met: they are never left out themselves
-        self._running: list[nn.Module] = []
-        self._seen_cache = self._checked = False
+        self._seen = self._seen_cache = self._checked = False
         self._begin(skip=False, cache=False)
 
     def _begin(self, skip: bool, cache: bool) -> None:
@@ -121,6 +129,7 @@ class SkippedBlock:
         self._decided: dict[int, Decision] = {}
         self._branches: dict[int, Tensor] = {}
         self._tally: list[tuple[int, int, int]] = []
+        self._running: list[nn.Module] = []
 
     # -- the block
 
@@ -130,63 +139,53 @@ class SkippedBlock:
             raise FlowscopeError(f"skip_by_gates: {self.path} is in training mode, expected model.eval() before.")
         outer, self.decider.active = self.decider.active, self
         try:
-            output = self._run(any(is_cache(value) for value in (*args, *kwargs.values())), args, kwargs)
+            done = self._run(any(is_cache(value) for value in (*args, *kwargs.values())), args, kwargs)
         finally:
             self.decider.active = outer
-        for site, met, skipped in self._tally:
+        for site, met, skipped in done.tally:
             self.met[site] += met
             self.skipped[site] += skipped
-        return output
+        return done.output
 
-    def _run(self, cache: bool, args: Any, kwargs: Any) -> Any:
-        # calibration or the check shows where in the block its sites are, the first call with a cache what fills it
+    def _run(self, cache: bool, args: Any, kwargs: Any) -> Pass:
+        first, self._seen = not self._seen, True
         if self.refused or self.decider.observing or (cache and not self._seen_cache):
-            self._seen_cache = self._seen_cache or cache
+            self._seen_cache = self._seen_cache or cache  # the first call with a cache shows which branches fill it
             return self._pass(args, kwargs, skip=False, cache=cache)
-        if self.decider.by_sample and not self._checked:
-            return self._pass(args, kwargs, skip=False, cache=True) if cache else self._check(args, kwargs)
+        # the first call shows where in the block its sites are
+        whole = self._pass(args, kwargs, skip=False, cache=cache) if first else None
+        if whole is not None and cache:
+            return whole
         try:
-            return self._pass(args, kwargs, skip=True, cache=cache)
-        except FlowscopeError:
-            raise
+            done = self._pass(args, kwargs, skip=True, cache=cache)
+            if not self._checked and any(d.rows is not None for d in done.decided.values()):
+                whole = whole or self._pass(args, kwargs, skip=False, cache=cache)
+                self._compare(whole.branches, done)
         except Exception as error:
-            self._refuse(error)
+            self.refused = str(error) if isinstance(error, CannotSkipError) else f"{type(error).__name__}: {error}"
+            logger.warning("skip_by_gates: nothing is left out in %s: %s", self.path, self.refused)
             if cache:
                 raise FlowscopeError(
                     f"skip_by_gates: {self.path} cannot leave out branches ({self.refused}), and with a key-value "
                     "cache it cannot be run a second time. Call the model with use_cache=False."
                 ) from error
-        return self._pass(args, kwargs, skip=False, cache=False)
+            return whole or self._pass(args, kwargs, skip=False, cache=False)
+        return done
 
-    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool) -> Any:
+    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool) -> Pass:
         self._begin(skip, cache)
-        self._running = []
         output = self.forward(*args, **kwargs)
         if any(isinstance(leaf, Placeholder) for leaf in leaves(output)):
             raise CannotSkipError("the block returns what its branch computes")
-        return output
+        return Pass(output, self._branches, self._decided, self._tally)
 
-    def _check(self, args: Any, kwargs: Any) -> Any:
-        """Run the block both ways until samples were left out once: the others' branches must be what they were."""
-        expected, whole, tally = self._pass(args, kwargs, skip=False, cache=False), self._branches, self._tally
-        try:
-            output = self._pass(args, kwargs, skip=True, cache=False)
-            self._compare(whole, self._branches)
-        except FlowscopeError:
-            raise
-        except Exception as error:
-            self._refuse(error)
-            self._tally = tally
-            return expected
-        return output
-
-    def _compare(self, whole: dict[int, Tensor], partial: dict[int, Tensor]) -> None:
+    def _compare(self, whole: dict[int, Tensor], done: Pass) -> None:
         """Raise where a branch of some samples is not what it is among all; those changed further up cannot tell."""
         changed: set[int] = set()
-        for site, decision in sorted(self._decided.items()):
+        for site, decision in sorted(done.decided.items()):
             if not decision.skip:
                 continue
-            if decision.rows is None or site not in partial or len(whole[site]) != self._batch:
+            if decision.rows is None or site not in done.branches or len(whole[site]) != self._batch:
                 return
             rows = decision.rows.tolist()
             same = [number for number, row in enumerate(rows) if row not in changed]
@@ -194,13 +193,9 @@ class SkippedBlock:
             if not same:
                 continue
             self._checked = True
-            a, b = whole[site][decision.rows][same].double(), partial[site][same].double()
+            a, b = whole[site][decision.rows][same].double(), done.branches[site][same].double()
             if a.shape != b.shape or (a - b).abs().max() > TOLERANCE * a.abs().max():
                 raise CannotSkipError("its branches mix samples (is the batch the first axis?)")
-
-    def _refuse(self, error: Exception) -> None:
-        self.refused = str(error) if isinstance(error, CannotSkipError) else f"{type(error).__name__}: {error}"
-        logger.warning("skip_by_gates: nothing is left out in %s: %s", self.path, self.refused)
 
     # -- the children
 
@@ -247,7 +242,8 @@ class SkippedBlock:
             output = forward(*args, **kwargs)
             tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
             if any(tuple(leaf.shape[:-1]) != lead or not leaf.is_floating_point() for leaf in tensors):
-                return output  # not of the branch's size, such as rotary angles: computed as ever
+                # attention maps, routes: of no shape that could be told from the carry's, so computed each time
+                return tree_map(lambda t: mark(t, like.site, None) if isinstance(t, Tensor) else t, output)
             self._shapes[key] = _Like(output)
         return self._shapes[key].zeros(lead, like)
 
@@ -285,6 +281,8 @@ class SkippedBlock:
         self._tally.append((site, batch, batch if rows is None else batch - len(rows)))
         if rows is None:
             return x, state
+        if len(part) != len(rows):
+            raise CannotSkipError("its branch mixes samples that are left with those that are not")
         if not self._checked:
             self._branches[site] = part
         part, state = self.merge(site, state, x[rows], part)
