@@ -45,6 +45,11 @@ EXPLODING_ADVICE = {
 }
 
 
+SOLVED = "ODE"
+"""The cell of a flow through the states of a differential equation's solver."""
+SOLVED_ADVICE = "integrate over a shorter time, penalise the dynamics (Jacobian or kinetic energy), or add weight decay"
+
+
 def gradient_flows(record: Record, header: RunHeader) -> Iterator[FlowView]:
     """The flows whose gradient is judged: with a flow `network` over all stages, not each stage again."""
     whole = any(layout.kind == "network" for layout in header.flows)
@@ -55,6 +60,8 @@ def gradient_flows(record: Record, header: RunHeader) -> Iterator[FlowView]:
 
 def advice_for(view: FlowView, table: Mapping[str, str]) -> str:
     """The advice for this kind of flow."""
+    if view.layout.cell == SOLVED:
+        return SOLVED_ADVICE
     gated = view.layout.cell.startswith(GATED) and "gated" in table
     return table["gated" if gated else view.layout.kind] if gated or view.layout.kind in table else table["stack"]
 

@@ -17,6 +17,7 @@ from flowscope.discovery.structure import (
     children,
     is_activation,
     is_atom,
+    is_dynamics,
     is_embedding,
     is_norm,
     is_parallel,
@@ -49,6 +50,11 @@ class _Chain:
 def find_chains(model: nn.Module, path: str = "") -> tuple[list[Flow], list[str]]:
     """Return the chains of at least two layers below `path`, longest first where names collide, and notes."""
     leaves = list(_leaves(model.get_submodule(path), path))
+    # a solver evaluates its right-hand side at states and stages, which are no chain (probes/trajectories.py)
+    inside = tuple(f"{at}." for at, module in model.named_modules() if at and is_dynamics(module))
+    outside = [leaf for leaf in leaves if not leaf.path.startswith(inside)]
+    if inside and any(len(chain.points) > 1 for chain in _split(outside)[0]):
+        leaves = outside
     chains, skipped = _split(leaves)
     notes = [f"{display_path(p)} is beside the chain (its input is that of the layer before it)" for p in skipped]
     total = sum(len(chain.steps) for chain in chains) + len(skipped)

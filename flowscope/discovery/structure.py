@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 Named = tuple[str, nn.Module]
@@ -67,6 +70,34 @@ def signature(module: nn.Module) -> tuple[object, ...]:
         (name, None if isinstance(p, UninitializedParameter) else tuple(p.shape))
         for name, p in module.named_parameters(remove_duplicate=False)
     )
+
+
+def required_arguments(module: nn.Module) -> list[str]:
+    """Names of the positional arguments without default of a module's forward; [] where they cannot be read."""
+    try:
+        signature = inspect.signature(type(module).forward)
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [p.name for p in signature.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return named[1:]
+
+
+TIMES = ("t", "time", "tau", "ts")
+"""What the first argument of a right-hand side f(t, y) is called."""
+
+
+def is_dynamics(module: nn.Module) -> bool:
+    """Whether a module may be the right-hand side of a differential equation: forward(t, y)."""
+    names = required_arguments(module)
+    return len(names) == 2 and names[0] in TIMES
+
+
+def is_time(value: Any) -> bool:
+    """Whether an argument is one moment: a number, or a tensor without axes."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.is_floating_point()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -38,7 +38,7 @@ class Metric:
     per_flow: bool = True
 
 
-VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Parameters", "Finiteness", "Other")
+VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
 
 _MEANINGS: dict[str, tuple[str, str, Scale]] = {
     "gradient_product": (
@@ -98,6 +98,25 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "log",
     ),
     "output_width": ("Depth", "Values the model answers with for each thing it is asked (classes, words).", "linear"),
+    "route_entropy": ("Routing", "How undecided a router is, in units of log(experts). 1: all equal.", "linear"),
+    "route_max_violation": (
+        "Routing",
+        "Tokens of the fullest expert over the mean, less 1. Healthy: under 1; alert over 3.",
+        "linear",
+    ),
+    "route_dead": ("Routing", "Share of experts without a token. Healthy: 0; alert over 0.5.", "linear"),
+    "solver_nfe": (
+        "Routing",
+        "Function evaluations a forward. Healthy: steady; alert at 4 times its start.",
+        "linear",
+    ),
+    "solver_nfe_backward": ("Routing", "Function evaluations a backward (adjoint method).", "linear"),
+    "solver_residual": (
+        "Routing",
+        "How far the solution is from a fixed point. Healthy: about 0.001; alert over 0.01.",
+        "log",
+    ),
+    "jacobian_radius": ("Routing", "Spectral radius of the iterated map. Healthy: under 1.", "linear"),
     "norm_gap": (
         "Depth",
         "Distance of BatchNorm's running statistics from those of the batches. Healthy: under 1 after 100 updates.",
@@ -178,6 +197,8 @@ _SHARES = {
     "param_trainable",
     "param_optimized",
     "param_unchanged",
+    "route_dead",
+    "route_entropy",
 }
 _OF_THE_MODEL = {
     "canary",
@@ -188,8 +209,15 @@ _OF_THE_MODEL = {
     "dead_lasting",
     "grad_carried",
     "norm_gap",
+    "jacobian_radius",
     "output_spread",
+    "route_dead",
+    "route_entropy",
+    "route_max_violation",
     "saturation",
+    "solver_nfe",
+    "solver_nfe_backward",
+    "solver_residual",
     "update_ratio",
     "weight_spread",
 }
@@ -231,11 +259,11 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "gate_saturation": ("gate_saturation", "gate_mean"),
     "stream_collapse": ("stream_cosine",),
     "mixing_gain": ("mix_gain_backward", "mix_gain_forward"),
+    "expert_collapse": ("route_dead", "route_max_violation", "route_entropy"),
+    "solver_cost": ("solver_nfe",),
+    "solver_unconverged": ("solver_residual", "jacobian_radius"),
     "update_too_small": ("update_ratio",),
     "update_too_large": ("update_ratio",),
-    "expert_collapse": (),
-    "solver_unconverged": (),
-    "solver_cost": (),
     "loss_plateau": (),
     "loss_spike": (),
     "gradient_accumulates": ("grad_carried",),

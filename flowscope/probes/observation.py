@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import FlowPlan
+from flowscope.discovery.structure import is_dynamics
 from flowscope.faults import LOGGER
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
@@ -28,10 +29,13 @@ from flowscope.probes.outputs import OutputObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.raw_gradients import RawGradients, spread
 from flowscope.probes.recurrent import Replay
+from flowscope.probes.routing import RoutingObserver, find_routers
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
+from flowscope.probes.solvers import SolverObserver, outermost
 from flowscope.probes.statistics import COLUMNS
 from flowscope.probes.through_time import TimeObserver
+from flowscope.probes.trajectories import TrajectoryObserver
 from flowscope.probes.units import RECTIFIED_SHARE, UnitObserver, UnitProbe
 
 Array = NDArray[np.float64]
@@ -57,11 +61,15 @@ class Observation:
         self.forwards = 0
         self.flows: list[FlowObserver] = []
         self.times: list[TimeObserver] = []
+        self.trajectories: list[TrajectoryObserver] = []
         of_parameters = "parameters" in config.metrics
         self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
         self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
         self.norms = NormGapObserver(model, self.switch, hooks) if of_parameters else None
         self.output = OutputObserver(model, self.switch, hooks) if of_parameters else None
+        routers = find_routers(model) if of_parameters else []
+        self.routing = RoutingObserver(routers, self.switch, hooks) if routers else None
+        self.solvers = SolverObserver(model, self.switch, hooks) if of_parameters else None
         self._first = True
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""
@@ -84,6 +92,8 @@ class Observation:
         hooks.before(model, "root hook", self._root, first=True)
         if any(kind in config.metrics for kind in ("flow", "depth")):
             self._observe_flows()
+            found = outermost(model, is_dynamics)
+            self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in found if path]
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
         self._prepare_buffers()
@@ -95,6 +105,8 @@ class Observation:
         buffers = [self.buffer, self.canary.buffer, *(site.buffer for site in self.sites)]
         if self.gates is not None:
             buffers.append(self.gates.buffer)
+        if self.routing is not None:
+            buffers.append(self.routing.buffer)
         for buffer in buffers:
             buffer.prepare(devices)
 
@@ -149,8 +161,9 @@ class Observation:
             flow.start_forward(training=True)
         if self.units is not None:
             self.units.start_forward()
-        for site in self.sites:
-            site.start_forward()
+        parts: list[Any] = [*self.sites, *self.trajectories]
+        for part in parts:
+            part.start_forward()
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
@@ -195,6 +208,15 @@ class Observation:
             self.faults.guard("units", self.units.take)
         if self.output is not None:
             self.output.take()
+        self._drop_routing()
+
+    def _drop_routing(self) -> None:
+        for trajectory in self.trajectories:
+            trajectory.drop()
+        if self.routing is not None:
+            self.routing.buffer.clear()
+        if self.solvers is not None:
+            self.faults.guard(self.solvers.PART, self.solvers.drop)
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
@@ -252,6 +274,7 @@ class Observation:
             self.faults.guard(self.norms.PART, self.norms.take)
         if self.output is not None:
             self.output.take()
+        self._drop_routing()
         if self.parameters is not None:
             self.parameters.drop()
 

@@ -19,10 +19,13 @@ from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
+from flowscope.probes.routing import RoutingObserver
 from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
+from flowscope.probes.solvers import SolverObserver, solver_metrics
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, wide
 from flowscope.probes.through_time import TimeObserver
+from flowscope.probes.trajectories import TrajectoryObserver
 from flowscope.probes.units import UnitProbe
 from flowscope.records import FlowLayout, Record
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MATRIX_POINTS = 128
+SOLVED = "ODE"
+"""The cell of a flow through a differential equation."""
 WIRING = ("param_trainable", "param_optimized", "param_lr")
 
 
@@ -61,8 +66,15 @@ class Snapshot:
             (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
             for time, r in replays
         ]
+        taken = [(t, observation.faults.guard(t.part, t.take)) for t in observation.trajectories]
+        self._trajectories = [(t, self._keep([table])) for t, table in taken if table is not None]
+        self._stages = tuple(t.prefix for t in observation.trajectories if t.seen)
         self._sites = [(site, self._keep(site.buffer.take())) for site in observation.sites]
         self._gates = (observation.gates, self._keep(observation.gates.buffer.take())) if observation.gates else None
+        routing = observation.routing
+        self._routing = (routing, self._keep(routing.buffer.take())) if routing is not None else None
+        solved = observation.solvers and observation.faults.guard(SolverObserver.PART, observation.solvers.take)
+        self._solvers = (solved[0], self._keep([solved[1]])) if solved else None
         self._alignments = [(a, a.take()) for a in observation.alignments]
         self._points = {id(flow): flow.points() for flow in observation.flows}
         self._calls: dict[int, tuple[dict[PointKey, float], dict[PointKey, float]]] = {
@@ -94,6 +106,11 @@ class Snapshot:
         if self._gates is not None:
             gates, where = self._gates
             parts += make.table("gates", where, gates.buffer.columns)
+        if self._routing is not None:
+            routing, where = self._routing
+            parts += make.table("routing", where, routing.buffer.columns)
+        if self._solvers is not None:
+            parts += make.vector(f"solvers {' '.join(self._solvers[0])}", self._solvers[1])
         if self._output is not None:
             parts += make.vector("output", self._output)
         if self._parameters is not None and observation.parameters is not None:
@@ -117,7 +134,8 @@ class Snapshot:
 
     def local_flows(self) -> set[str]:
         """The flows of which only one call of this rank was measured: through time, replayed."""
-        return {name for time, *_ in self._replays for name in time.row_names()}
+        through_time = {name for time, *_ in self._replays for name in time.row_names()}
+        return through_time | {trajectory.path for trajectory, _ in self._trajectories}
 
     def weight_norms(self, device: torch.device) -> Tensor:
         """[P] the norms of this rank's parameters before the step, 0 where not read."""
@@ -173,10 +191,7 @@ class Snapshot:
             host[start:stop] = arrays
         rows = added(host[self._rows], COLUMNS)
         out = RecordBuilder(step)
-        for flow in self._observation.flows:
-            self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
-        for time, where, note in self._replays:
-            self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+        self._flows(out, rows, host)
         for site, where in self._sites:
             if site.flow not in {layout.name for layout in out.layouts}:  # its blocks are in no watched flow
                 out.flow(FlowLayout(site.flow, "blocks", (), ()))
@@ -189,12 +204,29 @@ class Snapshot:
         self._observation.faults.guard("records", self._never_fired, out, rows)
         self._observation.faults.guard("units", self._unit_family, out, host)
         self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
+        self._observation.faults.guard("output", self._output_family, out, host)
+        if self._routing is not None:
+            self._observation.faults.guard(RoutingObserver.PART, _routing, out, *self._routing, host)
+        if self._solvers is not None:
+            self._observation.faults.guard(SolverObserver.PART, _solvers, out, *self._solvers, host)
+        return out.finish(), out.layouts
+
+    def _flows(self, out: RecordBuilder, rows: Array, host: list[Array]) -> None:
+        for flow in self._observation.flows:
+            # evaluations inside a right-hand side are no chain
+            if not all(path.startswith(self._stages) for path in flow.flow.outputs) or not self._stages:
+                self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
+        for trajectory, where in self._trajectories:
+            self._observation.faults.guard(trajectory.part, _trajectory, out, trajectory, host[where][0])
+        for time, where, note in self._replays:
+            self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+
+    def _output_family(self, out: RecordBuilder, host: list[Array]) -> None:
         if self._output is not None:
             variance, square = host[self._output][0]
             out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
         if self._width is not None:
             out.add("output_width", np.array([float(self._width)]), ("",))
-        return out.finish(), out.layouts
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
         points = self._points[id(flow)]
@@ -383,11 +415,31 @@ def _time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note:
     out.note(note)
 
 
+def _trajectory(out: RecordBuilder, trajectory: TrajectoryObserver, rows: Array) -> None:
+    """The states of a differential equation's solver."""
+    labels = trajectory.labels(len(rows))
+    out.flow(FlowLayout(trajectory.path, "time", tuple(labels), tuple(labels[1:]), SOLVED))
+    for name, values in summaries.flow_metrics(rows).items():
+        out.add(name, values, labels if len(values) == len(labels) else labels[1:])
+
+
 def _gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:
     """The gates of the user's own model, as a flow of that name without points."""
     out.flow(FlowLayout(gates.NAME, "gates", (), ()))
     for name, values in gates.metrics(added(parts, gates.buffer.columns)).items():
         out.add(name, values, gates.labels)
+
+
+def _routing(out: RecordBuilder, routing: RoutingObserver, where: slice, host: list[Array]) -> None:
+    """Loads and entropies of the routers."""
+    for name, values in routing.metrics(added(host[where], routing.buffer.columns)).items():
+        out.add(name, values, routing.labels)
+
+
+def _solvers(out: RecordBuilder, labels: list[str], where: slice, host: list[Array]) -> None:
+    """What the iterative layers did."""
+    for name, values in solver_metrics(host[where][0].reshape(len(labels), -1)).items():
+        out.add(name, values, labels)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ export const VIEWS = [
   ["Depth", "cosine", "the family depth is switched off: WatchConfig.metrics"],
   ["Gates", "gate_mean", "no gated connections: flowscope.wrap(model) adds them, watch(gates=…) finds yours"],
   ["Mixing", "mix_gain_backward", "no streams: flowscope.wrap(model, mode=\"dhc\") adds them"],
+  ["Routing", "route_max_violation", "no mixture of experts and no iterative layer (neural ODE, equilibrium)"],
   ["Parameters", "update_ratio", "the family parameters is switched off: WatchConfig.metrics"],
   ["Finiteness", "nonfinite", "no flow was recorded"],
 ];

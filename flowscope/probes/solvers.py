@@ -1,0 +1,282 @@
+"""Iterative layers: how often they evaluate their function, how well they converge, whether their map contracts.
+
+Four kinds are recognised, by what they do and not by one library's class:
+
+- *dynamics*: a module called as f(t, y) with a time that is a single number (neural ODEs, torchdiffeq and others);
+- *fixed points*: a module called as f(z, x), without gradient and then with it, from one forward of the model;
+- *equilibrium layers* that return statistics, {"nstep", "rel_lowest"} (torchdeq);
+- any module that leaves `solver_nfe` or `solver_residual` on itself in its forward (or `iterations` with `residual`).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.discovery.plan import display_path
+from flowscope.discovery.structure import is_dynamics, is_time, required_arguments
+from flowscope.probes.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
+from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.payload import from_host
+
+Array = NDArray[np.float64]
+
+_STATES = ("z", "z_star", "z_k", "zs", "h", "u")
+ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
+"""Names under which a layer says how its solver went; of the second pair both must be there."""
+
+SEARCHES = 3
+"""So many records look for such a layer; later ones only on the slow schedule."""
+
+METRICS = ("solver_nfe", "solver_nfe_backward", "solver_residual", "jacobian_radius")
+COLUMNS = len(METRICS) * 2
+"""Sums, then counts, of each metric: means over forwards (and ranks) are their quotients."""
+
+
+def _is_map(module: nn.Module) -> bool:
+    """Whether a module may be iterated to a fixed point: forward(z, x, ...)."""
+    names = required_arguments(module)
+    return len(names) >= 2 and names[0] in _STATES and not isinstance(module, nn.RNNCellBase)
+
+
+def outermost(model: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that fit, none inside another of them."""
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        if not any(not outer or path.startswith(outer + ".") for outer in taken) and wanted(module):
+            taken.append(path)
+            yield path, module
+
+
+@dataclass
+class Solver:
+    """One solver, and what it did in the step under way."""
+
+    path: str
+    module: nn.Module
+    calls: int = 0
+    backward_calls: int = 0
+    untracked: int = 0
+    """Calls without gradient: an implicit solver's own."""
+    steps: list[Tensor | float] = field(default_factory=list)
+    residuals: list[Tensor | float] = field(default_factory=list)
+    radii: list[Tensor | float] = field(default_factory=list)
+    last: tuple[Tensor, Tensor, int] | None = None
+    """The last z, f(z), and the version of z, kept until the model's forward ends."""
+    seen: bool = False
+    """Whether it was one at run time; from then on it has its entry in every record."""
+
+    def forget(self) -> None:
+        """Start again from nothing."""
+        self.calls = self.backward_calls = self.untracked = 0
+        self.steps, self.residuals, self.radii, self.last = [], [], [], None
+
+
+class SolverObserver:
+    """The iterative layers of a model."""
+
+    PART = "solvers"
+
+    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
+        self._model, self._switch = model, switch
+        self._inside = False
+        self._forwards = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self.solvers: list[Solver] = []
+        self._searches = 0
+        for wanted, after in (
+            (is_dynamics, self._dynamics),
+            (_is_map, self._map),
+            (_is_equilibrium_layer, self._layer),
+        ):
+            for path, module in outermost(model, wanted):
+                if path or wanted is is_dynamics:
+                    solver = Solver(display_path(path), module)
+                    self.solvers.append(solver)
+                    hooks.after(module, self.PART, partial(after, solver), switch)
+        if self.solvers:
+            hooks.before(model, self.PART, self._begin, switch, first=True)
+            hooks.after(model, self.PART, self._end, switch)
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not is_compiling() and not in_backward() and torch.is_grad_enabled() and not self._switch.paused:
+            self._inside = True
+            self._forwards += 1
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not is_compiling() and not in_backward() and self._inside:
+            self._inside = False
+            for solver in self.solvers:
+                self._close(solver, slow=self._switch.slow and torch.is_grad_enabled())
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether a call belongs to a training forward: of the model, or to one where its own is not called."""
+        if self._switch.paused or is_compiling():
+            return False
+        return self._inside or (not self._forwards and torch.is_grad_enabled()) or module is self._model
+
+    def _dynamics(self, solver: Solver, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        if is_compiling():
+            return
+        if not is_time(next(iter([*args, *kwargs.values()]), None)):
+            return
+        if in_backward() and not self._switch.paused:
+            solver.backward_calls += 1
+        elif self._counts(module):
+            solver.seen = True
+            solver.calls += 1
+
+    def _map(self, solver: Solver, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        if is_compiling() or in_backward() or not self._counts(module):
+            return
+        z = next(floating_tensors((args[:1], kwargs)), None)
+        image = next((x for x in floating_tensors(output) if z is not None and x.shape == z.shape), None)
+        if z is None or image is None:
+            return
+        solver.calls += 1
+        if not torch.is_grad_enabled() or not image.requires_grad:
+            solver.untracked += 1
+        solver.last = (z, image, z._version)
+
+    def _layer(self, solver: Solver, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or in_backward() or not self._counts(module):
+            return
+        told = next((part for part in output if isinstance(part, dict) and "nstep" in part), None)
+        if told is None:
+            return
+        solver.seen = True
+        for name, kept in (("nstep", solver.steps), ("rel_lowest", solver.residuals), ("sradius", solver.radii)):
+            value = told.get(name)
+            if isinstance(value, Tensor) and value.numel():
+                mean = value.detach().float().mean()
+                # -1 and 0 stand for "not computed"
+                kept.append(torch.where(mean > 0, mean, torch.nan))
+
+    def _close(self, solver: Solver, *, slow: bool = False) -> None:
+        """A forward of the model has ended: was the map iterated in it, and how far from its fixed point is it?"""
+        last, untracked = solver.last, solver.untracked
+        solver.last, solver.untracked = None, 0
+        if last is None:
+            return
+        solver.seen = solver.seen or (untracked > 0 and solver.calls > 1)
+        if not solver.seen:
+            solver.calls = 0
+            return
+        z, image, version = last
+        if z._version != version:
+            return
+        solver.residuals.append(relative_residual(z, image))
+        # the transposed Jacobian needs the graph, which is there until backward
+        if slow and z.requires_grad and image.requires_grad and may_be_differentiated_again(solver.module):
+            solver.radii = [spectral_radius(z, image, self._generator(z.device))]
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        return self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forget what was seen in this step."""
+        self._inside, self._forwards = False, 0
+        for solver in self.solvers:
+            solver.forget()
+
+    def take(self) -> tuple[list[str], Tensor] | None:
+        """Return labels and [solvers, COLUMNS] of what this step showed, None where nothing is iterated."""
+        for solver in self.solvers:
+            self._close(solver)
+        self._find_attributes()
+        seen = [solver for solver in self.solvers if solver.seen]
+        if not seen:
+            self.drop()
+            return None
+        forwards = max(self._forwards, 1)
+        rows = [[_mean(values) for values in _values(solver, forwards)] for solver in seen]
+        devices = [value.device for row in rows for value in row if isinstance(value, Tensor)]
+        table = torch.full((len(seen), COLUMNS), 0.0, dtype=torch.float32, device=devices[0] if devices else "cpu")
+        host = np.array([[np.nan if isinstance(value, Tensor) else value for value in row] for row in rows])
+        values = from_host(host, table.device).view(host.shape).to(table.dtype)
+        for i, row in enumerate(rows):
+            for j, value in enumerate(row):
+                if isinstance(value, Tensor):
+                    values[i, j] = value.to(table.device, values.dtype)
+        known = ~values.isnan()
+        table[:, : len(METRICS)] = torch.where(known, values, 0.0)
+        table[:, len(METRICS) :] = known.to(table.dtype)
+        self.drop()
+        return [solver.path for solver in seen], table
+
+    def _find_attributes(self) -> None:
+        """Layers that say themselves how their solver went; looked for at first, and slowly."""
+        held = {id(solver.module): solver for solver in self.solvers}
+        self._searches += 1
+        if self._searches <= SEARCHES or self._switch.slow:
+            for path, module in self._model.named_modules():
+                if id(module) not in held and _attributes(module) is not None:
+                    self.solvers.append(Solver(display_path(path), module))
+        for solver in self.solvers:
+            if (told := _attributes(solver.module)) is not None:
+                steps, residual = told
+                solver.seen = True
+                solver.steps = solver.steps if steps is None else [steps]
+                solver.residuals = solver.residuals if residual is None else [residual]
+
+
+def solver_metrics(table: Array) -> dict[str, Array]:
+    """Return each metric [solvers] from the sums and counts, NaN where it was not seen."""
+    half = len(METRICS)
+    with np.errstate(all="ignore"):
+        means = np.where(table[:, half:] > 0, table[:, :half] / table[:, half:], np.nan)
+    return {name: means[:, column] for column, name in enumerate(METRICS)}
+
+
+def _values(solver: Solver, forwards: int) -> tuple[list[Tensor | float], ...]:
+    counted: list[Tensor | float] = [solver.calls / forwards] if solver.calls else []
+    backward: list[Tensor | float] = [solver.backward_calls / forwards] if solver.calls else []
+    return solver.steps or counted, backward, solver.residuals, solver.radii
+
+
+def _mean(values: list[Tensor | float]) -> Tensor | float:
+    if not values:
+        return float("nan")
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value).detach().float() for value in values]).mean()
+    return float(np.mean([float(value) for value in values]))
+
+
+def _is_equilibrium_layer(module: nn.Module) -> bool:
+    """A layer of torchdeq."""
+    return any(cls.__name__ == "DEQBase" for cls in type(module).__mro__)
+
+
+def _attributes(module: nn.Module) -> tuple[Tensor | float | None, Tensor | float | None] | None:
+    """What a layer left on itself: evaluations and residual."""
+    held = module.__dict__
+    for steps, residual in ATTRIBUTES:
+        if steps not in held and residual not in held:
+            continue
+        told = _numeral(held.get(steps)), _numeral(held.get(residual))
+        # of names that mean many things both must be there, and a residual is no whole number
+        certain = steps == ATTRIBUTES[0][0] or (None not in told and not isinstance(held[residual], numbers.Integral))
+        if certain and told != (None, None):
+            return told
+    return None
+
+
+def _numeral(value: Any) -> Tensor | float | None:
+    if isinstance(value, Tensor):
+        return value.detach() if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    return float(value)

@@ -1,0 +1,150 @@
+"""The flow through a differential equation: the gradient at the states between which a solver steps.
+
+A solver calls its right-hand side f(t, y) at states and at stages between them; only the states are a chain. They are
+told apart by the autograd graph: a solver makes every stage and the next state of the state itself (y + h * ...), so a
+state is what later evaluations are made of directly, and a stage is not.
+
+Axis letters: K states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.discovery.plan import display_path
+from flowscope.discovery.structure import is_time
+from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.probes.layout import is_compiling, node_number
+from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
+
+Array = NDArray[np.float64]
+
+
+@dataclass
+class _Evaluation:
+    """One call of the right-hand side: where its y stands in the graph, and the sums of y and of dL/dy."""
+
+    number: int | None
+    parents: frozenset[int]
+    forward: Sums
+    backward: Sums | None = None
+
+
+@dataclass
+class _Solve:
+    evaluations: list[_Evaluation] = field(default_factory=list)
+
+
+class TrajectoryObserver:
+    """One right-hand side; its states are the points of a flow of kind "time"."""
+
+    def __init__(self, path: str, module: nn.Module, switch: Switch, hooks: Hooks) -> None:
+        self.path, self.prefix = display_path(path), path + "."
+        self.part, self._switch, self._hooks = f"trajectory {self.path}", switch, hooks
+        self._solves: list[_Solve] = []
+        self.seen = False
+        """Whether it was called as a right-hand side at all."""
+        hooks.before(module, self.part, self._before, switch)
+
+    def start_forward(self) -> None:
+        """A forward of the model begins: what follows is another solve."""
+        if self._solves and self._solves[-1].evaluations:
+            self._solves.append(_Solve())
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_compiling() or self._switch.paused or in_backward():
+            return
+        given = [*args, *kwargs.values()]
+        if len(given) < 2 or not is_time(given[0]):
+            return
+        self.seen = True
+        y = given[1]
+        if not isinstance(y, Tensor) or not y.requires_grad or not torch.is_grad_enabled():
+            return
+        if not self._solves:
+            self._solves.append(_Solve())
+        evaluation = _Evaluation(node_number(y), _parents(y), head(y.detach(), float(y.numel())))
+        evaluations = self._solves[-1].evaluations
+        evaluations.append(evaluation)
+        slot = (self.path, len(self._solves), len(evaluations))
+        self._hooks.on_gradient(y, self.part, partial(self._deposit, evaluation), slot)
+
+    def _deposit(self, evaluation: _Evaluation, gradient: Tensor) -> None:
+        if not self._switch.paused:
+            evaluation.backward = head(gradient, 1.0)
+
+    def drop(self) -> None:
+        """Forget this step's solves."""
+        self._solves = []
+
+    def take(self) -> Tensor | None:
+        """Return [K, COLUMNS], the sums at the states, None where no gradient was seen; and start again.
+
+        Solves with as many states as the last one add up, others are left out.
+        """
+        solves, self._solves = self._solves, []
+        tables = [table for solve in solves if (table := _table(solve.evaluations)) is not None]
+        alike = [table for table in tables if table.shape == tables[-1].shape]
+        return torch.stack(alike).sum(0) if alike else None
+
+    def labels(self, count: int) -> list[str]:
+        """`path#k`, the k-th state."""
+        return [f"{self.path}#{k}" for k in range(count)]
+
+
+def _parents(y: Tensor) -> frozenset[int]:
+    """The numbers of the graph's nodes from which y was made directly."""
+    if y.grad_fn is None:
+        return frozenset()
+    return frozenset(int(node._sequence_nr()) for node, _ in y.grad_fn.next_functions if node is not None)
+
+
+def states_of(numbers: list[int | None], parents: list[frozenset[int]]) -> list[int]:
+    """Return which evaluations are at states: those from which a later evaluation's y was made directly.
+
+    The last state of a one-stage method has no later evaluation; it is one stride after the last.
+    """
+    later: set[int] = set()
+    first: dict[int, int] = {}  # a rejected step evaluates its state again
+    for index in reversed(range(len(numbers))):
+        number = numbers[index]
+        if number is not None and number in later:
+            first[number] = index
+        later |= parents[index]
+    states = sorted(first.values())
+    if not states or states[0] != 0:
+        states.insert(0, 0)
+    strides = set(np.diff(states).tolist())
+    if len(strides) == 1 and states[-1] + (stride := strides.pop()) < len(numbers):
+        states.append(states[-1] + stride)
+    return states
+
+
+def _table(evaluations: list[_Evaluation]) -> Tensor | None:
+    """[K, COLUMNS] sums at the states of one solve, None where no gradient arrived."""
+    if not any(evaluation.backward is not None for evaluation in evaluations):
+        return None
+    states = states_of([e.number for e in evaluations], [e.parents for e in evaluations])
+    rows = [_row(evaluations[index]) for index in states]
+    return torch.stack(rows)
+
+
+def _row(evaluation: _Evaluation) -> Tensor:
+    forward = _tensor(evaluation.forward)
+    row = forward.new_zeros(COLUMNS, dtype=wide(forward.device))
+    row[SQUARE : SQUARE + forward.shape[0]] = forward
+    if evaluation.backward is not None:
+        backward = _tensor(evaluation.backward)
+        row[GRAD_SQUARE : GRAD_SQUARE + backward.shape[0]] = backward
+    return row
+
+
+def _tensor(sums: Sums) -> Tensor:
+    return sums if isinstance(sums, Tensor) else torch.tensor(np.asarray(sums, dtype=np.float64))
