@@ -52,7 +52,13 @@ KINDS = len(Canary.KINDS)
 SCHEDULE_STEPS = 1024
 MOST_LATE = 128
 BUCKETS = 64
-LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap", "jacobian_radius"})
+LOCAL = frozenset(
+    {
+        *("effective_rank", "cosine_matrix", "branch_alignment", "norm_gap"),
+        *("route_entropy", "route_max_violation", "route_dead"),
+        *("solver_nfe", "solver_residual", "jacobian_radius"),
+    }
+)
 """What does not add up over ranks: the first rank's, sent to the others with the next sum."""
 LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
 """What is read from whole matrices, of which a rank may hold a part."""
