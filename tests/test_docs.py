@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from flows_models import Implicit, MixtureStack, record_of, square, weight_of_radius
+from flows_models import inputs as flow_inputs
 from torch import Tensor, nn
 
 import flowscope
@@ -24,6 +26,8 @@ DOCUMENTS = (
     "docs/alerts.md",
     "docs/panels.md",
     "docs/wrapping.md",
+    "docs/which-connection.md",
+    "docs/claims.md",
     "docs/actions.md",
     "docs/run.md",
     "docs/matrix.md",
@@ -228,6 +232,8 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
+    for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
+        names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
 
 

@@ -168,6 +168,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded away.",
         "linear",
     ),
+    "rank_gap": ("Parameters", "How far ranks differ in a replicated parameter's norm. Healthy: 0.", "log"),
     "param_lr": ("Parameters", "Learning rate of the group that holds the parameter. Grey: none.", "log"),
     "loss_scale": ("Finiteness", "Scale of the GradScaler in this step's backward.", "log"),
     "param_trainable": ("Parameters", "1 where the parameter asks for a gradient.", "linear"),

@@ -109,7 +109,7 @@ def _parents(y: Tensor) -> frozenset[int]:
 def states_of(numbers: list[int | None], parents: list[frozenset[int]]) -> list[int]:
     """Return which evaluations are at states: those from which a later evaluation's y was made directly.
 
-    The last state of a one-stage method has no later evaluation; it is one stride after the last.
+    The last state of a one-stage method (Euler) has no later evaluation: where all are states, it is one, too.
     """
     later: set[int] = set()
     first: dict[int, int] = {}  # a rejected step evaluates its state again
@@ -121,9 +121,8 @@ def states_of(numbers: list[int | None], parents: list[frozenset[int]]) -> list[
     states = sorted(first.values())
     if not states or states[0] != 0:
         states.insert(0, 0)
-    strides = set(np.diff(states).tolist())
-    if len(strides) == 1 and states[-1] + (stride := strides.pop()) < len(numbers):
-        states.append(states[-1] + stride)
+    if len(states) > 1 and states[-1] == len(states) - 1 < len(numbers) - 1:
+        states.append(len(states))
     return states
 
 
