@@ -128,6 +128,7 @@ class SkippedBlock:
         self._skip, self._cache = skip, cache
         self._decided: dict[int, Decision] = {}
         self._branches: dict[int, Tensor] = {}
+        self._forced: dict[int, Decision] | None = None
         self._tally: list[tuple[int, int, int]] = []
         self._running: list[nn.Module] = []
 
@@ -158,9 +159,8 @@ class SkippedBlock:
             return whole
         try:
             done = self._pass(args, kwargs, skip=True, cache=cache)
-            if not self._checked and any(d.rows is not None for d in done.decided.values()):
-                whole = whole or self._pass(args, kwargs, skip=False, cache=cache)
-                self._compare(whole.branches, done)
+            if not self._checked and done.branches:
+                self._compare(self._pass(args, kwargs, skip=True, cache=cache, forced=done.decided), done)
         except Exception as error:
             self.refused = str(error) if isinstance(error, CannotSkipError) else f"{type(error).__name__}: {error}"
             logger.warning("skip_by_gates: nothing is left out in %s: %s", self.path, self.refused)
@@ -172,30 +172,22 @@ class SkippedBlock:
             return whole or self._pass(args, kwargs, skip=False, cache=False)
         return done
 
-    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool) -> Pass:
+    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool, forced: dict[int, Decision] | None = None) -> Pass:
+        """Run the block; with `forced` as decided before, but branches of some samples computed for all."""
         self._begin(skip, cache)
+        self._forced = forced
         output = self.forward(*args, **kwargs)
         if any(isinstance(leaf, Placeholder) for leaf in leaves(output)):
             raise CannotSkipError("the block returns what its branch computes")
         return Pass(output, self._branches, self._decided, self._tally)
 
-    def _compare(self, whole: dict[int, Tensor], done: Pass) -> None:
-        """Raise where a branch of some samples is not what it is among all; those changed further up cannot tell."""
-        changed: set[int] = set()
-        for site, decision in sorted(done.decided.items()):
-            if not decision.skip:
-                continue
-            if decision.rows is None or site not in done.branches or len(whole[site]) != self._batch:
-                return
-            rows = decision.rows.tolist()
-            same = [number for number, row in enumerate(rows) if row not in changed]
-            changed |= set(range(self._batch)) - set(rows)
-            if not same:
-                continue
-            self._checked = True
-            a, b = whole[site][decision.rows][same].double(), done.branches[site][same].double()
+    def _compare(self, whole: Pass, done: Pass) -> None:
+        """Raise where a branch of some samples is not what it is among all samples."""
+        for site, part in done.branches.items():
+            a, b = whole.branches[site].double(), part.double()
             if a.shape != b.shape or (a - b).abs().max() > TOLERANCE * a.abs().max():
                 raise CannotSkipError("its branches mix samples (is the batch the first axis?)")
+        self._checked = True
 
     # -- the children
 
@@ -207,8 +199,10 @@ class SkippedBlock:
         if self._skip and id(module) not in self._around:
             like = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)), None)
             carry = next((value for value in values if type(value) is Carry), None)
-            if like is None and carry is not None and (decision := self._decide(carry)).skip:
-                like = mark(carry.plain, carry.site, decision.rows)
+            if like is None and carry is not None:
+                skip, rows = self._decide(carry)
+                if skip and (self._forced is None or rows is None):
+                    like = mark(carry.plain, carry.site, rows)
             if like is not None and like.rows is not None:
                 return self._partial(forward, args, kwargs, like.site, like.rows)
             if like is not None:
@@ -222,6 +216,8 @@ class SkippedBlock:
     def _decide(self, carry: Carry) -> Decision:
         """What is done about the branch of the site that a carry is on its way to; decided once a call."""
         site, x = carry.site, carry.plain
+        if self._forced is not None:
+            return self._forced.get(site, Decision())
         if site not in self._decided:
             decision = Decision()
             if site < self.connection.sites and not (self._cache and site in self._caching):
@@ -272,9 +268,10 @@ class SkippedBlock:
             if self.decider.observing:
                 self.decider.observe(self.path, site, branch_weight(self.connection, site, x))
             self._tally.append((site, batch, 0))
-            if self.decider.by_sample and not self._checked:
-                self._branches[site] = f
-            return self.merge(site, state, x, f)
+            rows = self._forced[site].rows if self._forced is not None and site in self._forced else None
+            if rows is None:
+                return self.merge(site, state, x, f)
+            return self._merge_some(site, state, x, f[rows], rows)
         if f.site != site:
             raise CannotSkipError("two sites share a branch")
         rows, part = f.rows, bare(f)
@@ -283,6 +280,9 @@ class SkippedBlock:
             return x, state
         if len(part) != len(rows):
             raise CannotSkipError("its branch mixes samples that are left with those that are not")
+        return self._merge_some(site, state, x, part, rows)
+
+    def _merge_some(self, site: int, state: Any, x: Tensor, part: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
         if not self._checked:
             self._branches[site] = part
         part, state = self.merge(site, state, x[rows], part)
