@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from flowscope.discovery.plan import display_path
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import local
-from flowscope.probes.statistics import feature_last, is_host, wide
+from flowscope.probes.statistics import feature_last, wide
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
@@ -42,6 +42,8 @@ PLACES = 16
 """Up to so many calls of an activation in one forward are places of their own, more are a loop."""
 LASTING_POSITIONS = 32
 """A unit that is on for a tenth of the data is off at so many positions in 3 % of cases, at one in 90 %."""
+WAITING = 16
+"""So many calls of a module wait to be looked at, at most."""
 PARAMETRISED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 TANH_LIMIT = math.tanh(2.5)
@@ -54,6 +56,8 @@ class UnitProbe:
     def __init__(self, label: str, kind: str) -> None:
         self.label, self.kind = label, kind
         self.on: dict[tuple[int, int], Tensor] = {}
+        self.largest: list[tuple[tuple[int, int], Tensor]] = []
+        """Of calls that nobody has looked at yet: the largest value of each unit."""
         self.sums: Tensor | None = None
         self.calls = 0
         self.handle: Any = None
@@ -61,15 +65,33 @@ class UnitProbe:
         self._window: tuple[NDArray[np.bool_], int] | None = None
         self._lasting = math.nan
 
-    def deposit(self, key: tuple[int, int], on: Tensor, sums: Tensor | None, positions: int, gradient: Tensor) -> None:
-        """Add what the forward counted, now that its gradient arrived; `key` is (call within the forward, units)."""
+    def deposit(
+        self, key: tuple[int, int], found: Tensor, sums: Tensor | None, positions: int, gradient: Tensor
+    ) -> None:
+        """Add what the forward found, now that its gradient arrived.
+
+        Args:
+            key: (call within the forward, units).
+            found: which units were on; of kinds without `sums`, the largest value of each.
+            sums: of the kinds that count single values.
+            positions: how many were looked at.
+            gradient: unused.
+        """
         del gradient
         if key[0] == 0:
             self._positions += positions
+        if sums is not None:
+            self.add(key, found)
+            self.sums = sums if self.sums is None else self.sums + sums
+            return
+        self.largest.append((key, found))
+        if len(self.largest) >= WAITING:
+            settle([self])
+
+    def add(self, key: tuple[int, int], on: Tensor) -> None:
+        """Note which units were on in a call."""
         held = self.on.get(key)
         self.on[key] = on if held is None else held | on
-        if sums is not None:
-            self.sums = sums if self.sums is None else self.sums + sums
 
     def take(self) -> Tensor | None:
         """Return [sums..., on...], None where nothing was deposited, and start again.
@@ -174,12 +196,15 @@ class UnitObserver:
             states = states[:, :: -(-states.shape[1] // self._units)]
         if not states.numel():
             return
-        on, sums = _ever_on(probe.kind, states), None
+        # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
+        found, sums = states.amax(0), None
         if (counted := _counted(probe.kind, states, wide(x.device))) is not None:
+            found = (found > 0.0) | (states.amin(0) < 0.0)
             sums = torch.stack([counted, torch.full_like(counted, states.numel())])
-        key = (min(probe.calls, PLACES), on.numel())
+        key = (min(probe.calls, PLACES), found.numel())
         probe.calls += 1
-        self._hooks.on_gradient(x, self.PART, partial(probe.deposit, key, on, sums, len(states)), (probe.label, key[0]))
+        deposit = partial(probe.deposit, key, found, sums, states.shape[0])
+        self._hooks.on_gradient(x, self.PART, deposit, (probe.label, key[0]))
 
     def start_forward(self) -> None:
         """The root's forward begins: calls are counted from 0 again."""
@@ -192,6 +217,7 @@ class UnitObserver:
 
     def take(self) -> list[tuple[Tensor, UnitProbe]]:
         """Return what the probes that saw a gradient counted (`UnitProbe.vector` reads it), and start again."""
+        settle(self.probes)
         taken = []
         for probe in self.probes:
             vector = probe.take()
@@ -207,20 +233,20 @@ class UnitObserver:
                 self.probes.remove(probe)
 
 
-def _ever_on(kind: str, states: Tensor) -> Tensor:
-    """Which units [U] were on at any of the positions [N, U]."""
-    # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
-    largest = states.amax(0)
-    if kind == "smooth" and is_host(largest):
-        return torch.from_numpy(_above_zero(largest.float().numpy()))
-    # of a layer that is small as a whole the zero is small too
-    on = largest > (SMOOTH_ZERO * largest.amax().clamp(0.0, 1.0) if kind == "smooth" else 0.0)
-    return on | (states.amin(0) < 0.0) if kind in SUMMED else on
-
-
-def _above_zero(largest: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """The same for smooth activations on the host, where numpy takes a fifth of the time for so few numbers."""
-    return largest > SMOOTH_ZERO * min(max(float(largest.max()), 0.0), 1.0)
+def settle(probes: Sequence[UnitProbe]) -> None:
+    """Find the units that were on from the largest values, for many modules at once."""
+    alike: dict[Any, list[tuple[UnitProbe, tuple[int, int], Tensor]]] = {}
+    for probe in probes:
+        for key, largest in probe.largest:
+            kind = probe.kind, largest.shape, largest.dtype, largest.device
+            alike.setdefault(kind, []).append((probe, key, largest))
+        probe.largest = []
+    for (kind, *_), group in alike.items():
+        largest = torch.stack([row for *_, row in group])
+        # of a layer that is small as a whole the zero is small too
+        zero = SMOOTH_ZERO * largest.amax(1, keepdim=True).clamp(0.0, 1.0) if kind == "smooth" else 0.0
+        for (probe, key, _), on in zip(group, (largest > zero).unbind(), strict=True):
+            probe.add(key, on)
 
 
 def _counted(kind: str, states: Tensor, dtype: torch.dtype) -> Tensor | None:
