@@ -12,6 +12,9 @@ from torch import Tensor
 from flowscope.probes.statistics import Sums, wide
 
 _HOST = torch.device("cpu")
+HostSums = NDArray[np.float64] | tuple[float, ...]
+WAITING = 1024
+"""So many sums of the host wait to be added, at most."""
 
 
 class DepositBuffer:
@@ -25,6 +28,8 @@ class DepositBuffer:
         self.rows = 0
         self._tensors: dict[torch.device, Tensor] = {}
         self._numbers: NDArray[np.float64] = np.zeros((0, columns))
+        self._waiting: list[tuple[int, int, HostSums]] = []
+        """Numbers of the host wait to be added at once: in a hook each addition would find a cold cache."""
 
     def new_row(self) -> int:
         """Reserve a row and return its number."""
@@ -40,15 +45,23 @@ class DepositBuffer:
 
     def add(self, row: int, at: int, sums: Sums) -> None:
         """Add sums to a row from column `at` on: a tensor on its device, plain numbers on the host."""
-        device = sums.device if isinstance(sums, Tensor) else _HOST
-        held = self._tensors.get(device)
+        if not isinstance(sums, Tensor):
+            self._waiting.append((row, at, sums))
+            if len(self._waiting) >= WAITING:
+                self._settle()
+            return
+        held = self._tensors.get(sums.device)
         if held is None or held.shape[0] <= row:
             if torch.compiler.is_compiling():
                 return  # a traced hook must not allocate: better no number than a broken compilation
-            held = self._grow(device)
-        if isinstance(sums, Tensor):
-            held[row, at : at + sums.shape[0]].add_(sums)
-        else:
+            held = self._grow(sums.device)
+        held[row, at : at + sums.shape[0]].add_(sums)
+
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting and len(self._numbers) < self.rows:
+            self._grow(_HOST)
+        for row, at, sums in waiting:
             self._numbers[row, at : at + len(sums)] += sums
 
     def hide(self, row: int, at: int) -> None:
@@ -67,15 +80,18 @@ class DepositBuffer:
 
     def clear(self) -> None:
         """Zero every row, without synchronising."""
+        self._waiting.clear()
         for tensor in self._tensors.values():
             tensor.zero_()
 
     def empty(self) -> bool:
         """Whether nothing was deposited since the last `take`; False where only a device could tell."""
+        self._settle()
         return all(device == _HOST for device in self._tensors) and not self._numbers.any()
 
     def take(self) -> list[Tensor]:
         """Return a snapshot (still on the devices) of all rows and zero them."""
+        self._settle()
         taken = [tensor[: self.rows].clone() for tensor in self._tensors.values()]
         self.clear()
         return taken

@@ -47,12 +47,17 @@ def in_backward() -> bool:
 
 
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+# every hook asks these: names of this module are found faster than attributes of attributes
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+_dispatch_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_FX: Any = _symbolic_trace
+_FX_FLAG = hasattr(_FX, "_is_fx_tracing_flag")
 
 
 def _fx_is_tracing() -> bool:
     # is_fx_tracing() writes a warning to the log; the flag behind it became a thread's own in torch 2.14
-    trace: Any = _symbolic_trace
-    return bool(trace._is_fx_tracing_flag if hasattr(trace, "_is_fx_tracing_flag") else trace._get_is_fx_tracing())
+    return bool(_FX._is_fx_tracing_flag if _FX_FLAG else _FX._get_is_fx_tracing())
 
 
 def no_training_pass() -> bool:
@@ -64,10 +69,9 @@ def no_training_pass() -> bool:
         # torch 2.9 traces the call as True, whatever is being traced
         return torch.compiler.is_exporting() if compiled.HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(_FAKE) is not None
-        or torch._C._get_dispatch_mode(_PROXY) is not None
+        _functorch_level() is not None
+        or _jit_trace() is not None
+        or (_dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None))
         or _fx_is_tracing()
     )
 

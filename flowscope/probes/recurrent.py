@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.errors import FlowscopeError
+from flowscope.probes.site_statistics import GATE_COLUMNS, gate_sums
+from flowscope.probes.statistics import wide
 
 Hidden = Tensor | tuple[Tensor, Tensor] | None
 State = tuple[Tensor, ...]  # (h,) or (h, c), each [b, H]
@@ -29,12 +31,15 @@ class Replay:
         act_square: fp64 [R, T], sum over batch and features of h_t^2.
         counts: fp64 [T], sequences that reach time t (B, or fewer where packed).
         note: "" or a sentence on what is not exact.
+        gates: [R, GATE_COLUMNS], the sums of `site_statistics.gate_sums` over the gate that keeps the state: an LSTM's
+            forget gate, a GRU's update gate; None without one.
     """
 
     grad_square: Tensor
     act_square: Tensor
     counts: Tensor
     note: str = ""
+    gates: Tensor | None = None
 
 
 def replay_gradients(
@@ -101,6 +106,7 @@ class _Layers:
             self.data = steps.flatten(0, 1)
         self.initial = self._initial(hx)
         self.states: list[list[Tensor]] = []  # [R][T] of h_t [b_t, H]
+        self.logits: list[list[Tensor]] = []  # [R][T] of the gate that keeps the state, [b_t, H]
         self.finals: list[State] = []  # [R] of (h_n,) or (h_n, c_n), each [B, H]
         self.output: Tensor
 
@@ -150,7 +156,8 @@ class _Layers:
             nn.functional.linear(data, weights["weight_ih"], weights.get("bias_ih")), self.sizes
         )
         start = tuple(state[layer * self.directions + direction] for state in self.initial)
-        cell = _cell(self.rnn.mode, weights)
+        self.logits.append([])
+        cell = _cell(self.rnn.mode, weights, self.logits[-1])
         return _reverse(cell, projected, start) if direction else _forward(cell, projected, start)
 
     def read(self, grad_output: Tensor | None, grad_hn: Tensor | None, grad_cn: Tensor | None) -> Replay:
@@ -172,9 +179,16 @@ class _Layers:
         if self.rnn.training and self.rnn.dropout > 0 and self.rnn.num_layers > 1:
             hidden = slice(0, shape[0] - self.directions)
             grad_square[hidden], act_square[hidden] = torch.nan, torch.nan
+            self.logits[hidden] = [[] for _ in self.logits[hidden]]
             note = "dropout between layers: gradient through time of the last layer only, replayed without dropout"
         counts = torch.tensor(self.sizes, dtype=torch.float64, device=grad_square.device)
-        return Replay(grad_square, act_square, counts, note)
+        return Replay(grad_square, act_square, counts, note, self._gates())
+
+    def _gates(self) -> Tensor | None:
+        if not any(self.logits):
+            return None
+        none = torch.zeros(GATE_COLUMNS, dtype=wide(self.data.device), device=self.data.device)
+        return torch.stack([gate_sums(torch.cat(row)) if row else none for row in self.logits])
 
 
 def _squares(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
@@ -210,8 +224,11 @@ def _reverse(cell: Cell, projected: Sequence[Tensor], start: State) -> tuple[lis
     return states[::-1], state
 
 
-def _cell(mode: str, weights: dict[str, Tensor]) -> Cell:
-    """One step (W_ih x + b_ih, state) -> state; gate order and formulas of torch.nn.RNNCell, GRUCell, LSTMCell."""
+def _cell(mode: str, weights: dict[str, Tensor], logits: list[Tensor]) -> Cell:
+    """One step (W_ih x + b_ih, state) -> state; gate order and formulas of torch.nn.RNNCell, GRUCell, LSTMCell.
+
+    Every step adds the pre-activation of the gate that keeps the state to `logits`.
+    """
 
     def recur(h: Tensor) -> Tensor:
         return nn.functional.linear(h, weights["weight_hh"], weights.get("bias_hh"))
@@ -225,12 +242,14 @@ def _cell(mode: str, weights: dict[str, Tensor]) -> Cell:
         x_reset, x_update, x_new = x.chunk(3, dim=1)
         h_reset, h_update, h_new = recur(h).chunk(3, dim=1)
         new = (x_new + (x_reset + h_reset).sigmoid() * h_new).tanh()
+        logits.append((x_update + h_update).detach())
         update = (x_update + h_update).sigmoid()
         return ((1 - update) * new + update * h,)
 
     def lstm(x: Tensor, state: State) -> State:
         h, c = state
         write, forget, new, read = (x + recur(h)).chunk(4, dim=1)
+        logits.append(forget.detach())
         c = forget.sigmoid() * c + write.sigmoid() * new.tanh()
         h = read.sigmoid() * c.tanh()
         return (nn.functional.linear(h, weights["weight_hr"]) if "weight_hr" in weights else h), c

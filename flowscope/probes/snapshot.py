@@ -10,22 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes import compiled, matrices, summaries
+from flowscope.probes import compiled, matrices, record_parts, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
-from flowscope.probes.gates import GateObserver
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.record_builder import RecordBuilder
+from flowscope.probes.record_parts import added
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.routing import RoutingObserver
 from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
-from flowscope.probes.solvers import SolverObserver, solver_metrics
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, wide
+from flowscope.probes.solvers import SolverObserver
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, wide
 from flowscope.probes.through_time import TimeObserver
-from flowscope.probes.trajectories import TrajectoryObserver
 from flowscope.probes.units import UnitProbe
 from flowscope.records import FlowLayout, Record
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MATRIX_POINTS = 128
-SOLVED = "ODE"
-"""The cell of a flow through a differential equation."""
 WIRING = ("param_trainable", "param_optimized", "param_lr")
 
 
@@ -62,10 +59,7 @@ class Snapshot:
         output = observation.output.take() if observation.output else None
         self._output = None if output is None else self._keep([output])
         self._width = observation.output.width if observation.output is not None else None
-        self._replays = [
-            (time, self._keep([r.grad_square, r.act_square, r.counts.to(r.grad_square.dtype)]), r.note)
-            for time, r in replays
-        ]
+        self._replays = [(time, self._keep(record_parts.tensors_of(r)), r.note) for time, r in replays]
         taken = [(t, observation.faults.guard(t.part, t.take)) for t in observation.trajectories]
         self._trajectories = [(t, self._keep([table])) for t, table in taken if table is not None]
         self._stages = tuple(t.prefix for t in observation.trajectories if t.seen)
@@ -198,7 +192,7 @@ class Snapshot:
                 self._observation.faults.guard(site.part, self._site, out, site, host[where])
         if self._gates is not None:
             gates, where = self._gates
-            self._observation.faults.guard(gates.PART, _gates, out, gates, host[where])
+            self._observation.faults.guard(gates.PART, record_parts.add_gates, out, gates, host[where])
         out.family()
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
         self._observation.faults.guard("records", self._never_fired, out, rows)
@@ -206,9 +200,9 @@ class Snapshot:
         self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
         self._observation.faults.guard("output", self._output_family, out, host)
         if self._routing is not None:
-            self._observation.faults.guard(RoutingObserver.PART, _routing, out, *self._routing, host)
+            self._observation.faults.guard(RoutingObserver.PART, record_parts.add_routing, out, *self._routing, host)
         if self._solvers is not None:
-            self._observation.faults.guard(SolverObserver.PART, _solvers, out, *self._solvers, host)
+            self._observation.faults.guard(SolverObserver.PART, record_parts.add_solvers, out, *self._solvers, host)
         return out.finish(), out.layouts
 
     def _flows(self, out: RecordBuilder, rows: Array, host: list[Array]) -> None:
@@ -217,9 +211,11 @@ class Snapshot:
             if not all(path.startswith(self._stages) for path in flow.flow.outputs) or not self._stages:
                 self._observation.faults.guard(flow.part, self._flow, out, flow, rows, host)
         for trajectory, where in self._trajectories:
-            self._observation.faults.guard(trajectory.part, _trajectory, out, trajectory, host[where][0])
+            self._observation.faults.guard(
+                trajectory.part, record_parts.add_trajectory, out, trajectory, host[where][0]
+            )
         for time, where, note in self._replays:
-            self._observation.faults.guard(time.part, _time_flow, out, time, host[where], note)
+            self._observation.faults.guard(time.part, record_parts.add_time_flow, out, time, host[where], note)
 
     def _output_family(self, out: RecordBuilder, host: list[Array]) -> None:
         if self._output is not None:
@@ -388,58 +384,6 @@ def _weight_spread(out: RecordBuilder, parameters: ParameterObserver, vectors: l
     for numbers, vector in vectors:
         spread[numbers] = vector
     out.add("weight_spread", spread[parameters.matrices], [parameters.names[i] for i in parameters.matrices])
-
-
-def added(parts: list[Array], columns: int) -> Array:
-    """The rows that several devices hold, added up."""
-    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
-    for part in parts:
-        rows[: len(part)] += part
-    return rows
-
-
-def _time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note: str) -> None:
-    """The flows through time of a fused recurrent layer: one per layer and direction, points in processing order."""
-    gradients, activations, counts = parts
-    hidden = time._rnn.proj_size or time._rnn.hidden_size
-    for row, name in enumerate(time.row_names()):
-        order = slice(None, None, -1) if name.endswith("_reverse") else slice(None)
-        labels = [f"{time.path}#{t}" for t in range(gradients.shape[1])][order]
-        out.flow(FlowLayout(name, "time", tuple(labels), tuple(labels[1:]), type(time._rnn).__name__))
-        rows = np.zeros((gradients.shape[1], COLUMNS))
-        rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
-        rows[:, ELEMENTS] = counts[order] * hidden
-        rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
-        for metric, values in summaries.flow_metrics(rows).items():
-            out.add(metric, values, labels if len(values) == len(labels) else labels[1:])
-    out.note(note)
-
-
-def _trajectory(out: RecordBuilder, trajectory: TrajectoryObserver, rows: Array) -> None:
-    """The states of a differential equation's solver."""
-    labels = trajectory.labels(len(rows))
-    out.flow(FlowLayout(trajectory.path, "time", tuple(labels), tuple(labels[1:]), SOLVED))
-    for name, values in summaries.flow_metrics(rows).items():
-        out.add(name, values, labels if len(values) == len(labels) else labels[1:])
-
-
-def _gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:
-    """The gates of the user's own model, as a flow of that name without points."""
-    out.flow(FlowLayout(gates.NAME, "gates", (), ()))
-    for name, values in gates.metrics(added(parts, gates.buffer.columns)).items():
-        out.add(name, values, gates.labels)
-
-
-def _routing(out: RecordBuilder, routing: RoutingObserver, where: slice, host: list[Array]) -> None:
-    """Loads and entropies of the routers."""
-    for name, values in routing.metrics(added(host[where], routing.buffer.columns)).items():
-        out.add(name, values, routing.labels)
-
-
-def _solvers(out: RecordBuilder, labels: list[str], where: slice, host: list[Array]) -> None:
-    """What the iterative layers did."""
-    for name, values in solver_metrics(host[where][0].reshape(len(labels), -1)).items():
-        out.add(name, values, labels)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -124,13 +124,13 @@ FP32_ENTRIES = 1 << 16
 
 def is_host(x: Tensor) -> bool:
     """Whether x can be read without waiting and without breaking a graph: on the CPU, not being compiled."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def host_norm(x: Tensor) -> float:
     """Return the norm of a tensor on the host with the exactness of fp64 accumulation, in fp32 where that is enough."""
     if x.dtype == torch.float32 and x.numel() <= FP32_ENTRIES:
-        norm = float(torch.linalg.vector_norm(x))
+        norm: float = torch.linalg.vector_norm(x).item()
         if FP32_SAFE[0] < norm < FP32_SAFE[1]:
             return norm
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
