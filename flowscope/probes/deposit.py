@@ -182,17 +182,14 @@ class FlowObserver:
         elif not recomputing and torch.is_grad_enabled():
             self._entry_waits = forward
 
-    def _count_run(self, *, compiled: bool, again: bool) -> None:
-        if not compiled and not again and torch.is_grad_enabled():
-            self.runs += 1
-
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A block has run: its output is a point."""
         if self.switch.paused or not (self.in_training or torch.is_grad_enabled()):
             return
         tracing = is_compiling()
         recomputing = not tracing and in_backward()
-        self._count_run(compiled=tracing, again=recomputing)
+        if not tracing and not recomputing and torch.is_grad_enabled():
+            self.runs += 1
         plain = isinstance(output, Tensor) and not tracing and not recomputing
         like = None if plain else hidden_input(args, kwargs)
         x = hidden_output(output, like)
@@ -201,12 +198,7 @@ class FlowObserver:
                 self._canary(index, x, recomputing=recomputing)
         elif tracing:
             if x is not None and x.requires_grad:
-                if x is like:
-                    self._hide(index - 1)
-                    like = None
-                before = self._positions(self._readers[index], like) if like is not None and self.depth else None
-                forward, _ = self._forward((index, 0), self._readers[index], x, before)
-                self._register(x, (index, 0), forward, None)
+                self._observe_traced(index, x, like)
         else:
             key = self._recall(index, x) if recomputing else self._call(index, x, args, kwargs)
             if key is None or x is None:
@@ -216,23 +208,33 @@ class FlowObserver:
             elif self.depth:
                 self._remember(self._positions(self._readers[index], x))
 
+    def _observe_traced(self, index: int, x: Tensor, like: Tensor | None) -> None:
+        if x is like:
+            self._hide(index - 1)
+            like = None
+        before = self._positions(self._readers[index], like) if like is not None and self.depth else None
+        forward, _ = self._forward((index, 0), self._readers[index], x, before)
+        self._register(x, (index, 0), forward, None)
+
     def _call(self, index: int, x: Tensor | None, args: Any, kwargs: Any) -> PointKey:
         """Count a call in the forward, and return the point it is."""
         self._drop_stale()
-        if self._calls[index]:
+        calls = self._calls.get(index, 0)  # a Counter makes a Python call of what it does not know
+        if calls:
             self._repeated = self._repeats = True
             if not self._continues(args, kwargs):
                 self._new_pass()
-        key = (index, min(self._calls[index], MAX_CALLS - 1))
-        self._reordered = self._reordered or (index < self._latest and not self._calls[index])
+                calls = 0
+        key = (index, min(calls, MAX_CALLS - 1))
+        self._reordered = self._reordered or (index < self._latest and not calls)
         self._latest = index
-        self._calls[index] += 1
+        self._calls[index] = calls + 1
         self._mark_output(x)
         self._order.setdefault(key)
         if x is None or not x.requires_grad:
             self._untracked.setdefault(index, []).append(key[1])
         if torch.is_grad_enabled():
-            self.forward_calls[key] += 1
+            self.forward_calls[key] = self.forward_calls.get(key, 0) + 1
             self._executed.setdefault(key)
         return key
 
@@ -260,8 +262,8 @@ class FlowObserver:
                 late = index
         else:
             self._tracked.add(key)
-        self.tracked_calls[key] += 1
-        self._register(x, key, forward, self._slow_slices(reader, x), late)
+        self.tracked_calls[key] = self.tracked_calls.get(key, 0) + 1
+        self._register(x, key, forward, self._slow_slices(reader, x) if self.switch.slow else None, late)
 
     def _recalled(self, index: int, offset: int = 0) -> PointKey:
         """The call that a checkpoint recomputes: those without gradient in the first pass, the last one first."""
@@ -314,15 +316,26 @@ class FlowObserver:
             self.widths[key] = states.shape[axis]
         if not self.depth:
             return (head, None), None
-        with full_precision(x):
-            positions = self._positions(reader, x)
-            origin = self._origin if key[0] != ENTRY else positions
-            if origin is None and self.flow.entry is None:
-                origin = positions
-            before, origin = positions.alike(before), positions.alike(origin)
-            if is_host(x):
-                return (head, self._depth_rows.add(before, positions, origin)), positions
-            return (head, statistics.depth_statistics(before, positions, origin)), positions
+        if is_host(x):  # only copies are made here
+            between, positions = self._between(key, reader, x, before, self._depth_rows.add)
+        else:
+            with full_precision(x):
+                between, positions = self._between(key, reader, x, before, statistics.depth_statistics)
+        return (head, between), positions
+
+    def _between(
+        self,
+        key: PointKey,
+        reader: AxisReader,
+        x: Tensor,
+        before: Positions | None,
+        compare: Callable[[Positions | None, Positions, Positions | None], Sums | DepthRow],
+    ) -> tuple[Sums | DepthRow, Positions]:
+        positions = self._positions(reader, x)
+        origin = self._origin if key[0] != ENTRY else positions
+        if origin is None and self.flow.entry is None:
+            origin = positions
+        return compare(positions.alike(before), positions, positions.alike(origin)), positions
 
     # -- slow probes' material --------------------------------------------------------------------------------------
 
@@ -384,9 +397,12 @@ class FlowObserver:
     def _add(self, key: PointKey, forward: Forward, backward: Sums | None) -> None:
         row = self._row(key)
         head, between = forward
-        self.buffer.add(row, statistics.SQUARE, head)
-        if backward is not None:
-            self.buffer.add(row, statistics.GRAD_SQUARE, backward)
+        if isinstance(head, tuple) and isinstance(backward, tuple):
+            self.buffer.add(row, statistics.SQUARE, head + backward)  # their columns are neighbours
+        else:
+            self.buffer.add(row, statistics.SQUARE, head)
+            if backward is not None:
+                self.buffer.add(row, statistics.GRAD_SQUARE, backward)
         if between is not None:
             sums = between.read() if isinstance(between, DepthRow) else between
             self.buffer.add(row, statistics.TO_INPUT, sums)

@@ -50,6 +50,7 @@ _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMode
 # every hook asks these: names of this module are found faster than attributes of attributes
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _dispatch_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
 _FX: Any = _symbolic_trace
 _FX_FLAG = hasattr(_FX, "_is_fx_tracing_flag")
@@ -219,11 +220,12 @@ class Hooks:
         A hook dies with the graph, but a leaf (a parameter that is itself a hidden state) outlives it: there each
         `slot` has one hook, the newest, until `release_leaves`.
         """
-        if torch.compiler.is_compiling() and not compiled.HOOKED_INTERMEDIATES:
+        compiling = torch.compiler.is_compiling()
+        if compiling and not compiled.HOOKED_INTERMEDIATES:
             deposit(None)
             return
         hook = _gradient_hook(part, deposit, self.faults)
-        if torch.compiler.is_compiling():
+        if compiling:
             _register(x, hook)
             return
         handle = _register_on_view(x, hook) if x._is_view() else _register(x, hook)
@@ -285,7 +287,7 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 def _is_batched(gradient: Tensor) -> bool:
     """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return not torch.compiler.is_compiling() and _is_legacy_batched(gradient)
 
 
 def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:

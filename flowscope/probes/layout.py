@@ -149,6 +149,5 @@ def derives_from(tensors: Iterator[Tensor], ancestor: Tensor | None, number: int
     return False
 
 
-def is_compiling() -> bool:
-    """Whether this code is being traced by torch.compile (then no Python side effect may happen)."""
-    return torch.compiler.is_compiling()
+is_compiling = torch.compiler.is_compiling
+"""Whether this code is being traced by torch.compile (then no Python side effect may happen)."""
