@@ -185,5 +185,5 @@ def slightly_uneven(draw: Draw) -> Program:
     width, depth = draw.pick("width", 48, 32, 64), draw.pick("depth", 10, 8, 12)
     blocks = [Plain(width, residual=True, gain=0.1 if k == 4 else 1.0) for k in range(depth)]
     model = ResidualChain(width, list(blocks))
-    optimizer = torch.optim.SGD(model.parameters(), lr=draw.factor("lr", 0.05, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=draw.factor("lr", 0.02, 1.5))
     return supervised(draw, model, digits(), optimizer, class_loss, steps=300, shows=above(0.9))
