@@ -52,14 +52,9 @@ KINDS = len(Canary.KINDS)
 SCHEDULE_STEPS = 1024
 MOST_LATE = 128
 BUCKETS = 64
-LOCAL = frozenset(
-    {
-        *("effective_rank", "cosine_matrix", "branch_alignment", "norm_gap"),
-        *("route_entropy", "route_max_violation", "route_dead"),
-        *("solver_nfe", "solver_residual", "jacobian_radius"),
-    }
-)
+LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap"})
 """What does not add up over ranks: the first rank's, sent to the others with the next sum."""
+OF_A_FLOW = frozenset({"grad_norm", "grad_rms", "gain", "gradient_product", "act_rms"})
 LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
 """What is read from whole matrices, of which a rank may hold a part."""
 
@@ -455,7 +450,7 @@ def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded:
     if metric in LOCAL or (sharded and metric in LOCAL_WHERE_SHARDED):
         return True
     first = record.flow_names[0] if record.flow_names else None
-    return (flow or first) in local_flows and metric in ("grad_norm", "grad_rms", "gain", "gradient_product", "act_rms")
+    return (flow or first) in local_flows and (metric in OF_A_FLOW or metric.startswith("gate_"))
 
 
 def _add_losses(row: Tensor, losses: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 import re
@@ -74,13 +75,19 @@ def signature(module: nn.Module) -> tuple[object, ...]:
 
 def required_arguments(module: nn.Module) -> list[str]:
     """Names of the positional arguments without default of a module's forward; [] where they cannot be read."""
+    kind: Any = type(module)
+    return list(_required_arguments(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _required_arguments(kind: Any) -> tuple[str, ...]:
     try:
-        signature = inspect.signature(type(module).forward)
+        signature = inspect.signature(kind.forward)
     except (TypeError, ValueError):
-        return []
+        return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [p.name for p in signature.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]
-    return named[1:]
+    return tuple(named[1:])
 
 
 TIMES = ("t", "time", "tau", "ts")
