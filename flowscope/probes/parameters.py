@@ -7,6 +7,7 @@ and no copy of the weights is held. `param_unchanged` is the share of these entr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,7 +78,8 @@ class ParameterObserver:
 
     def _follow_replaced_modules(self) -> None:
         """Find the parameters again where modules or parameters were replaced, renamed or added since attaching."""
-        same = all(siblings.get(name) is child for siblings, name, child in self._children)
+        now = [siblings.get(name) for siblings, name in self._slots]
+        same = all(map(operator.is_, now, self._children))
         if same and not self._lazy and sum(map(len, self._held)) == self._count:
             return
         self._now = None
@@ -106,7 +108,8 @@ class ParameterObserver:
         self.names = tuple(display_path(f"{path}.{key}" if path else key) for path, key in self._paths)
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
-        self._children = _children(self._model)
+        slots = [(module._modules, name) for module in self._model.modules() for name in module._modules]
+        self._slots, self._children = slots, [siblings[name] for siblings, name in slots]
         self._held = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
         self._count = sum(map(len, self._held))
 
@@ -121,14 +124,17 @@ class ParameterObserver:
         self._follow_replaced_modules()
         self._now = self.current() if updating else None
         live = self._live()
-        self.norms = dict(zip(live, norms(list(live.values())), strict=True))
-        self._samples.take_before(live)
+        self.norms = self._samples.take_before(live)
+        large = [i for i in live if i not in self.norms]
+        self.norms.update(zip(large, norms([live[i] for i in large]), strict=True))
         if self._switch.slow:
             held = {i: live[i] for i in self.matrices if i in live}
             self.spreads = spreads({i: weight for i, weight in held.items() if _rows(weight)})
 
     def _live(self) -> dict[int, Tensor]:
-        return {i: local(p) for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
+        live = {i: p for i, p in enumerate(self.current()) if p is not None and p.requires_grad}
+        whole = all(type(p) is nn.Parameter for p in live.values())
+        return live if whole else {i: local(p) for i, p in live.items()}
 
     def entries(self) -> Array:
         """How many entries of each parameter this rank holds (of a sharded one fewer than there are)."""
@@ -145,11 +151,12 @@ class ParameterObserver:
         found: dict[int, Tensor] = {}
         held: dict[int, Tensor] = {}
         for i, parameter in enumerate(self.current()):
-            if parameter is None or parameter.grad is None or i in self.gradients:
+            if parameter is None or (gradient := parameter.grad) is None or i in self.gradients:
                 continue
             if only is None or id(parameter) in only:
-                held[i] = parameter.grad
-                found[i] = entries(_local_gradient(parameter))
+                held[i] = gradient
+                plain = type(gradient) is Tensor and not gradient.is_sparse
+                found[i] = gradient if plain else entries(_local_gradient(parameter))
         self.raw.compare(held)
         values = norms(list(found.values()))
         if scale is not None:
@@ -174,16 +181,19 @@ class ParameterObserver:
         values = np.full((ROWS, len(self.names)), np.nan)
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[int, int, Tensor]]] = {}
         rows: list[tuple[int, Mapping[int, Number]]] = [(0, self.norms), (1, self.gradients)]
-        rows += [(2 + k, {i: pair[k] for i, pair in self.updates.items()}) for k in range(3)]
+        triples = zip(*self.updates.values(), strict=True)
+        rows += [(2 + k, dict(zip(self.updates, numbers, strict=True))) for k, numbers in enumerate(triples)]
         rows += [(5, self.raw.norms), (6, self.raw.untouched), (7, self.carried.norms)]
         read = np.zeros(values.shape, dtype=bool)
         for row, found in rows:
             read[row, list(found)] = True
-            numbers = {i: value for i, value in found.items() if not isinstance(value, Tensor)}
-            values[row, list(numbers)] = list(numbers.values())
-            for i, value in found.items() if len(numbers) < len(found) else ():
-                if isinstance(value, Tensor):
-                    columns.setdefault((value.device, value.dtype), []).append((row, i, value))
+            known = found
+            if not set(map(type, found.values())) <= {float}:
+                known = {i: value for i, value in found.items() if not isinstance(value, Tensor)}
+                for i, value in found.items():
+                    if isinstance(value, Tensor):
+                        columns.setdefault((value.device, value.dtype), []).append((row, i, value))
+            values[row, list(known)] = list(known.values())
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
         self.carried.drop()
@@ -244,10 +254,6 @@ def _rate(value: Any) -> float:
     """A group's learning rate as a number. One that lies on a device is not waited for: NaN."""
     known = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.device.type == "cpu")
     return float(value) if known else np.nan
-
-
-def _children(model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
-    return [(module._modules, name, child) for module in model.modules() for name, child in module._modules.items()]
 
 
 def _floating(parameter: Tensor) -> bool:

@@ -220,8 +220,7 @@ class UnitObserver:
         settle(self.probes)
         taken = []
         for probe in self.probes:
-            vector = probe.take()
-            if vector is not None:
+            if probe.on and (vector := probe.take()) is not None:
                 taken.append((vector, probe))
         return taken
 
@@ -237,10 +236,10 @@ def settle(probes: Sequence[UnitProbe]) -> None:
     """Find the units that were on from the largest values, for many modules at once."""
     alike: dict[Any, list[tuple[UnitProbe, tuple[int, int], Tensor]]] = {}
     for probe in probes:
-        for key, largest in probe.largest:
+        waiting, probe.largest = probe.largest, []
+        for key, largest in waiting:
             kind = probe.kind, largest.shape, largest.dtype, largest.device
             alike.setdefault(kind, []).append((probe, key, largest))
-        probe.largest = []
     for (kind, *_), group in alike.items():
         largest = torch.stack([row for *_, row in group])
         # of a layer that is small as a whole the zero is small too

@@ -6,19 +6,23 @@ sample is then two concatenations a device: the whole small tensors, and equally
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.norms import Number, numbers
+from flowscope.probes.norms import Number, numbers, row_norms
 from flowscope.probes.statistics import is_host, wide
 
 RUN = 16
 """Entries looked at side by side: single entries would touch a cache line each, which is as slow as reading all."""
+
+
+_HOST = torch.device("cpu")
+Places = tuple[list[int], list[int]]
+"""Where tensors begin in memory, and how many entries they have."""
 
 
 @dataclass
@@ -26,17 +30,25 @@ class _Plan:
     """The views of one device's tensors, those looked at whole first, and the copies made of them."""
 
     indices: list[int]
-    places: list[tuple[int, int]]
+    places: Places
     order: list[int]
     whole: list[Tensor]
     runs: list[Tensor]
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int]
+    exact: list[int]
+    """The numbers of the tensors of which every entry is looked at."""
     before: tuple[Tensor, Tensor] | None = None
+    norms: list[Number] = field(default_factory=list)
+    """Those of the entries before the step, in `order`."""
     ends: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._plain = all(view.dtype is torch.float32 and view.dim() == 1 for view in self.whole)
 
     def copy(self) -> tuple[Tensor, Tensor]:
         """Return the entries as they are now: [entries] of the whole tensors, [tensors, entries] of the rest."""
-        whole = torch.cat([_row(_wide(view)) for view in self.whole]) if self.whole else torch.empty(0)
+        rows = self.whole if self._plain else [_row(_wide(view)) for view in self.whole]
+        whole = torch.cat(rows) if rows else torch.empty(0)
         runs = torch.cat([_wide(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
         return whole, runs.view(len(self.runs), -1) if self.runs else runs
 
@@ -52,14 +64,23 @@ class WeightSamples:
         self._entries = entries
         self._plans: dict[torch.device, _Plan] = {}
 
-    def take_before(self, tensors: dict[int, Tensor]) -> None:
-        """Copy the entries as they are now."""
+    def take_before(self, tensors: dict[int, Tensor]) -> dict[int, Number]:
+        """Copy the entries as they are now; return the norms of tensors on the host that are looked at whole."""
         by_device: dict[torch.device, dict[int, Tensor]] = {}
-        for i, tensor in tensors.items():
-            by_device.setdefault(tensor.device, {})[i] = tensor
+        if all(tensor.is_cpu for tensor in tensors.values()):
+            by_device = {_HOST: tensors} if tensors else {}
+        else:
+            for i, tensor in tensors.items():
+                by_device.setdefault(tensor.device, {})[i] = tensor
         self._plans = {device: self._planned(device, held) for device, held in by_device.items()}
-        for plan in self._plans.values():
+        known: dict[int, Number] = {}
+        for device, plan in self._plans.items():
             plan.before = plan.copy()
+            plan.norms = _norms(*plan.before, plan.sizes)
+            if device == _HOST:
+                norms = dict(zip(plan.order, plan.norms, strict=True))
+                known = {i: norms[i] for i in plan.exact}
+        return known
 
     def changes(self, tensors: dict[int, Tensor]) -> dict[int, tuple[Number, Number, Number]]:
         """Return, for every tensor sampled before: (norm of its entries' change, norm of the entries before it, share).
@@ -71,14 +92,14 @@ class WeightSamples:
         for plan in self._plans.values():
             if plan.before is None:
                 continue
-            places = zip(plan.indices, plan.places, strict=True)
-            kept = {i for i, at in places if i in tensors and _place(tensors[i]) == at}
+            same = list(tensors) == plan.indices and _places(tensors.values()) == plan.places
+            places = zip(plan.indices, *plan.places, strict=True)
+            kept = plan.indices if same else {i for i, *at in places if i in tensors and _place(tensors[i]) == at}
             (whole, runs), (whole_before, runs_before) = plan.copy(), plan.before
             plan.before = None
             change = _norms(whole.sub_(whole_before), runs.sub_(runs_before), plan.sizes)
-            before = _norms(whole_before, runs_before, plan.sizes)
-            found = zip(plan.order, change, before, _zero_shares(plan, whole, runs), strict=True)
-            out.update({i: (moved, held, same) for i, moved, held, same in found if i in kept})
+            found = zip(plan.order, zip(change, plan.norms, _zero_shares(plan, whole, runs), strict=True), strict=True)
+            out.update(found if same else ((i, numbers) for i, numbers in found if i in kept))
         return out
 
     def drop(self) -> None:
@@ -87,7 +108,7 @@ class WeightSamples:
             plan.before = None
 
     def _planned(self, device: torch.device, tensors: dict[int, Tensor]) -> _Plan:
-        places = [_place(tensor) for tensor in tensors.values()]
+        places = _places(tensors.values())
         held = self._plans.get(device)
         if held is not None and held.indices == list(tensors) and held.places == places:
             return held
@@ -100,7 +121,8 @@ class WeightSamples:
             else:
                 runs[i] = view
         sizes = [view.numel() for view in whole.values()]
-        return _Plan(list(tensors), places, [*whole, *runs], list(whole.values()), list(runs.values()), sizes)
+        exact = [i for i, view in whole.items() if view.numel() == _real(tensors[i]).numel()]
+        return _Plan(list(tensors), places, [*whole, *runs], list(whole.values()), list(runs.values()), sizes, exact)
 
     def _runs(self, tensor: Tensor) -> Tensor | None:
         """Evenly spaced runs [runs, RUN] of a tensor too large to be looked at whole, else None."""
@@ -111,7 +133,7 @@ class WeightSamples:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """All entries in one row; evenly spaced ones of a large complex tensor, or of one with gaps in memory."""
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = _real(tensor)
         if _dense(real):
             flat = real.as_strided((real.numel(),), (1,))
             return flat[:: max(1, -(-flat.numel() // self._entries))]
@@ -122,17 +144,10 @@ class WeightSamples:
 def _norms(whole: Tensor, runs: Tensor, sizes: list[int]) -> list[Number]:
     """The norm of each tensor's entries, the whole ones first."""
     if is_host(whole) and is_host(runs):
-        squares = _sums(np.square(whole.numpy(), dtype=np.float64), sizes) if sizes else np.zeros(0)
-        return [*np.sqrt(squares).tolist(), *(torch.linalg.vector_norm(runs, dim=1).tolist() if len(runs) else ())]
+        norms = row_norms(whole, sizes) if sizes else []
+        return [*norms, *(torch.linalg.vector_norm(runs, dim=1).tolist() if len(runs) else ())]
     parts = torch._foreach_norm(torch.split(whole, sizes)) if sizes else []
     return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
-
-
-def _sums(values: NDArray[Any], sizes: list[int]) -> NDArray[Any]:
-    """The sum of each stretch of so many values, one after the other."""
-    starts = np.cumsum([0, *sizes[:-1]])
-    kind = np.float64 if values.dtype == np.float64 else np.int64
-    return np.where(sizes, np.add.reduceat(np.append(values, values.dtype.type(0)), starts, dtype=kind), 0)
 
 
 def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
@@ -162,8 +177,17 @@ def _dense(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _place(tensor: Tensor) -> list[int]:
+    return [tensor.data_ptr(), tensor.numel()]
+
+
+def _places(tensors: Iterable[Tensor]) -> Places:
+    held = list(tensors)
+    return list(map(Tensor.data_ptr, held)), list(map(Tensor.numel, held))
 
 
 def _wide(view: Tensor) -> Tensor:
