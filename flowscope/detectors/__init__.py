@@ -88,18 +88,24 @@ class DetectorSet:
         skipped = bool({"skipped", "possibly_skipped"} & set(record.flags))
         out: list[Alert] = []
         found: set[Cause] = set()
+        silent = skipped or "unsampled" in record.flags
+        spoilt = self._spoilt(found)
         for detector in self.detectors:
             finite = detector.kind in FINITE
-            if not finite and (skipped or "unsampled" in record.flags or self._spoilt(found)):
+            if not finite and (silent or spoilt):
                 continue
             part = f"detector {detector.name}"
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
             if findings is None:
                 continue
-            findings = [self._explained(finding, detector, found) for finding in findings]
-            serious = (f for f in findings if f.level == "beyond" and f.severity != "info")
-            found |= {(finding.kind, finding.flow, finding.severity) for finding in serious}
-            out += self._ledger.update(detector.name, findings, record.step)
+            if findings:
+                findings = [self._explained(finding, detector, found) for finding in findings]
+                serious = (f for f in findings if f.level == "beyond" and f.severity != "info")
+                found |= {(finding.kind, finding.flow, finding.severity) for finding in serious}
+            if findings or self._ledger.entries:
+                out += self._ledger.update(detector.name, findings, record.step)
+            if finite:
+                spoilt = self._spoilt(found)
         for alert in out:
             if alert.state == "raised":
                 alert.message += follows(alert, self.standing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ class LossSpike(Detector):
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._window: deque[float] = deque(maxlen=WINDOW)
+        # how far single losses usually rise above the ten before them; while the loss falls, not at all
+        self._rises: deque[float] = deque(maxlen=WINDOW - ENOUGH // 2)
         self._last: deque[float] = deque(maxlen=SPAN - 1)
         self._first: list[float] = []
         self._rates: deque[float] = deque(maxlen=WINDOW // 10)
@@ -69,31 +72,29 @@ class LossSpike(Detector):
             yield Finding(self.kind, level="unseen")
             return
         raised = self._rate_rose(record)
-        recent = np.array([*self._last, *losses])
+        recent = [*self._last, *losses.tolist()]
         # the median of five: one or two odd batches are no spike
         missing = SPAN - 1 - len(self._last)
-        padded = np.concatenate([np.full(missing, recent[0]), recent])
-        smooth = np.median(np.lib.stride_tricks.sliding_window_view(padded, SPAN), axis=1)
+        padded = [recent[0]] * missing + recent
+        smooth = np.array([median(padded[i : i + SPAN]) for i in range(losses.size)])
         # a loss joins the window when it leaves the five: then it is known whether it began a spike
         leaving = padded[: losses.size]
         self._last.extend(losses.tolist())
         self._first.extend(losses.tolist()[: SPAN - len(self._first)])
         if len(self._window) < ENOUGH:
-            self._window.extend(leaving[missing:].tolist())
+            self._add(leaving[missing:])
             return
         finding = self._judge(record, leaving, smooth, restarted=raised)
         if finding is not None:
             yield finding
 
-    def _judge(self, record: Record, leaving: Array, smooth: Array, *, restarted: bool) -> Finding | None:
-        window = np.array(self._window)
-        level = float(np.median(window[-ENOUGH:]))
-        # how far single losses usually rise above the ten before them; while the loss falls, not at all
-        before = np.lib.stride_tricks.sliding_window_view(window[:-1], ENOUGH // 2)
-        rises = window[ENOUGH // 2 :] - np.median(before, axis=1)
-        spread = SIGMA * float(np.median(np.abs(rises - np.median(rises))))
-        highest = max(0.0, float(rises.max()))
-        progress = float(np.median(self._first)) - level
+    def _judge(self, record: Record, leaving: list[float], smooth: Array, *, restarted: bool) -> Finding | None:
+        size = len(self._window)
+        level = median(list(self._window)[-ENOUGH:])
+        usual = median(self._rises)
+        spread = SIGMA * median([abs(rise - usual) for rise in self._rises])
+        highest = max(0.0, *self._rises)
+        progress = median(self._first) - level
         least = max(LEAST_RISE * abs(level), LEAST_LOST * progress, 1e-12)
         rise = max(NOISE * spread, self.config.loss_spike * highest, least)
         above = smooth - level
@@ -112,21 +113,29 @@ class LossSpike(Detector):
             float(smooth[worst]),
             level + rise,
             f"the loss rose to {smooth[worst]:.3g} (the median of five steps, up to {smooth.size - 1 - worst} steps "
-            f"before step {record.step}) from a level of {level:.3g}; in the {window.size} steps before, "
+            f"before step {record.step}) from a level of {level:.3g}; in the {size} steps before, "
             f"single losses rose by {highest:.3g} at most (limit {level + rise:.3g})",
             "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from "
             "the last checkpoint before it",
             immediate=True,
         )
 
-    def _learn(self, leaving: Array, usual: Flags) -> None:
+    def _learn(self, leaving: list[float], usual: Flags) -> None:
         """Add what was no spike to the window; a level that lasts for ten windows becomes the usual one."""
-        self._outside = 0 if bool(usual[-1]) else self._outside + leaving.size
+        self._outside = 0 if bool(usual[-1]) else self._outside + len(leaving)
         if self._outside > 10 * WINDOW:
             self._window.clear()
+            self._rises.clear()
             self._outside = 0
-            usual = np.ones(leaving.size, dtype=bool)
-        self._window.extend(leaving[usual].tolist())
+            usual = np.ones(len(leaving), dtype=bool)
+        self._add([loss for loss, kept in zip(leaving, usual.tolist(), strict=True) if kept])
+
+    def _add(self, losses: Iterable[float]) -> None:
+        """Add losses to the window, each with how far it rose above the ten before it."""
+        for loss in losses:
+            if len(self._window) >= ENOUGH // 2:
+                self._rises.append(loss - median(list(self._window)[-(ENOUGH // 2) :]))
+            self._window.append(loss)
 
     def _rate_rose(self, record: Record) -> bool:
         """Whether the schedule restarted: the rate rose again, within what it was before it fell."""
@@ -159,7 +168,8 @@ class LossSpike(Detector):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._window.clear()
-        self._window.extend(state["window"])
+        self._rises.clear()
+        self._add(state["window"])
         self._last.clear()
         self._last.extend(state["last"])
         self._first = list(state["first"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,10 @@ class GradientSpike(Detector):
         if len(self._window) < ENOUGH:
             self._window.append(value)
             return
-        window = np.array(self._window)
-        level = float(np.median(window))
-        spread = SIGMA * float(np.median(np.abs(window - level)))
+        size, level = len(self._window), median(self._window)
+        spread = SIGMA * median([abs(usual - level) for usual in self._window])
         factor = math.log(self.config.gradient_spike)
-        rise = max(factor, NOISE * spread, ABOVE_LARGEST * (float(window.max()) - level))
+        rise = max(factor, NOISE * spread, ABOVE_LARGEST * (max(self._window) - level))
         above = value - level
         self._learn(value, usual=above <= rise)
         if above <= rise or falling:
@@ -77,7 +77,7 @@ class GradientSpike(Detector):
             norm,
             limit,
             f"the total gradient norm is {norm:.3g}, {math.exp(min(above, 700)):.3g} times the median of the last "
-            f"{window.size} usual records ({math.exp(level):.3g}; limit {limit:.3g}): the loss may follow",
+            f"{size} usual records ({math.exp(level):.3g}; limit {limit:.3g}): the loss may follow",
             "clip gradients (clip_grad_norm_) a little above their usual norm, lower the learning rate",
             cause="spike",
             immediate=above > rise + math.log(CERTAIN),
@@ -88,12 +88,12 @@ class GradientSpike(Detector):
         losses = losses_of(record)
         if losses.size == 0:
             return False
-        value, window = float(np.median(losses)), np.array(self._losses)
+        value, window = median(losses.tolist()), list(self._losses)
         self._losses.append(value)
-        if window.size < ENOUGH:
+        if len(window) < ENOUGH:
             return False
-        level = float(np.median(window))
-        return value < level - 3 * SIGMA * float(np.median(np.abs(window - level)))
+        level = median(window)
+        return bool(value < level - 3 * SIGMA * median([abs(loss - level) for loss in window]))
 
     def _learn(self, value: float, *, usual: bool) -> None:
         """Add what is no spike; a level that lasts for a window becomes the usual one."""
