@@ -28,6 +28,8 @@ DOCUMENTS = (
     "docs/wrapping.md",
     "docs/which-connection.md",
     "docs/claims.md",
+    "docs/flows.md",
+    "docs/from-the-articles.md",
     "docs/actions.md",
     "docs/run.md",
     "docs/matrix.md",
@@ -153,7 +155,7 @@ class Concatenating(nn.Module):
 # -- code
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md", "docs/actions.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md", "docs/actions.md", "docs/from-the-articles.md"])
 def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(name)
