@@ -20,6 +20,7 @@ from flowscope.records import split_key
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
+    "README.zh.md",
     "docs/metrics.md",
     "docs/how-it-works.md",
     "docs/troubleshooting.md",
@@ -155,7 +156,9 @@ class Concatenating(nn.Module):
 # -- code
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/how-it-works.md", "docs/actions.md", "docs/from-the-articles.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "README.zh.md", "docs/how-it-works.md", "docs/actions.md", "docs/from-the-articles.md"]
+)
 def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(name)
