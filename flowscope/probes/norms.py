@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, wide
@@ -30,18 +31,19 @@ def norms(tensors: Sequence[Tensor]) -> list[Number]:
     held: dict[int, float] = {}
     if joined:
         rows = [tensors[i] if tensors[i].dim() == 1 else tensors[i].reshape(-1) for i in joined]
-        held = dict(zip(joined, row_norms(torch.cat(rows), [row.numel() for row in rows]), strict=True))
+        sizes = np.array([row.numel() for row in rows])
+        held = dict(zip(joined, row_norms(torch.cat(rows), sizes), strict=True))
     if fused:
         values = numbers(torch._foreach_norm([tensors[i] for i in fused]))
         held.update((i, v) for i, v in zip(fused, values, strict=True) if isinstance(v, float) and _safe(v))
     return [held[i] if i in held else _norm(t) for i, t in enumerate(tensors)]
 
 
-def row_norms(joined: Tensor, sizes: list[int]) -> list[float]:
+def row_norms(joined: Tensor, sizes: NDArray[np.int64]) -> list[float]:
     """Return the norm of each stretch of so many entries of a tensor [entries] on the host, one after the other."""
     squares = torch.zeros(joined.numel() + 1, dtype=torch.float64)  # one more, as the last stretch may be empty
     squares[:-1] = joined
-    sums = np.add.reduceat(squares.square_().numpy(), np.cumsum([0, *sizes[:-1]]))
+    sums = np.add.reduceat(squares.square_().numpy(), np.cumsum(sizes) - sizes)
     norms: list[float] = np.sqrt(np.where(sizes, sums, 0.0)).tolist()
     return norms
 

@@ -40,8 +40,7 @@ class OutputObserver:
         self.width = width_of(output)
         x = output_of(output)
         if x is not None:
-            with torch.no_grad():
-                sums = variation(x.detach())
+            sums = variation(x.detach())
             self._hooks.on_gradient(x, self.PART, partial(self._deposit, sums), "output")
 
     def _deposit(self, sums: Tensor, gradient: Tensor) -> None:

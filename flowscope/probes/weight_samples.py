@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.norms import Number, numbers, row_norms
@@ -34,7 +35,7 @@ class _Plan:
     order: list[int]
     whole: list[Tensor]
     runs: list[Tensor]
-    sizes: list[int]
+    sizes: NDArray[np.int64]
     exact: list[int]
     """The numbers of the tensors of which every entry is looked at."""
     before: tuple[Tensor, Tensor] | None = None
@@ -120,7 +121,7 @@ class WeightSamples:
                 whole[i] = self._whole(tensor)
             else:
                 runs[i] = view
-        sizes = [view.numel() for view in whole.values()]
+        sizes = np.array([view.numel() for view in whole.values()], dtype=np.int64)
         exact = [i for i, view in whole.items() if view.numel() == _real(tensors[i]).numel()]
         return _Plan(list(tensors), places, [*whole, *runs], list(whole.values()), list(runs.values()), sizes, exact)
 
@@ -141,12 +142,12 @@ class WeightSamples:
         return real[tuple(slice(None, None, max(1, -(-n // side))) for n in real.shape)]
 
 
-def _norms(whole: Tensor, runs: Tensor, sizes: list[int]) -> list[Number]:
+def _norms(whole: Tensor, runs: Tensor, sizes: NDArray[np.int64]) -> list[Number]:
     """The norm of each tensor's entries, the whole ones first."""
     if is_host(whole) and is_host(runs):
-        norms = row_norms(whole, sizes) if sizes else []
+        norms = row_norms(whole, sizes) if len(sizes) else []
         return [*norms, *(torch.linalg.vector_norm(runs, dim=1).tolist() if len(runs) else ())]
-    parts = torch._foreach_norm(torch.split(whole, sizes)) if sizes else []
+    parts = torch._foreach_norm(torch.split(whole, sizes.tolist())) if len(sizes) else []
     return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
 
 
@@ -154,16 +155,17 @@ def _zero_shares(plan: _Plan, whole: Tensor, runs: Tensor) -> list[Number]:
     """The share of exact zeros in each tensor's entries, the whole ones first; NaN for one without entries."""
     if is_host(whole) and is_host(runs):
         shares: list[Number] = []
-        for entries, sizes in ((whole, plan.sizes), (runs, [runs.shape[1]] * len(runs))):
-            ends = np.cumsum([0, *sizes])
-            counts = np.diff(np.searchsorted(np.flatnonzero(entries.numpy() == 0), ends))
+        for entries, sizes in ((whole, plan.sizes), (runs, np.full(len(runs), runs.shape[1]))):
+            found = np.flatnonzero(entries.numpy() == 0)
+            ends = np.cumsum(sizes)
+            counts = np.searchsorted(found, ends) - np.searchsorted(found, ends - sizes)
             with np.errstate(invalid="ignore"):
-                shares += (counts / np.diff(ends)).tolist()
+                shares += (counts / sizes).tolist()
         return shares
     parts = []
-    if plan.sizes:
+    if len(plan.sizes):
         if plan.ends is None:
-            plan.ends = torch.tensor([0, *plan.sizes], device=whole.device).cumsum(0)
+            plan.ends = torch.tensor([0, *plan.sizes.tolist()], device=whole.device).cumsum(0)
         sums = torch.cat([plan.ends.new_zeros(1), (whole == 0).cumsum(0)])[plan.ends].diff()
         parts.append(sums.to(wide(whole.device)) / plan.ends.diff())
     if len(runs):
