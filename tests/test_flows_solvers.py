@@ -103,6 +103,7 @@ def test_adaptive_steps_are_the_accepted_ones_and_no_stage_is_a_point() -> None:
     assert record["solver_nfe"].tolist() == [plain.func.runs]
     assert record.flow_names == ("network", "func")
     assert record.labels("gain") == ["head"]  # the dynamics' own layers are no part of the chain
+    assert "func: forward(t, y) is taken for a solver's right-hand side" in flowscope.find_flows(model).notes
 
 
 def test_the_adjoint_methods_evaluations_in_backward_are_apart() -> None:
@@ -160,6 +161,64 @@ def test_a_time_for_each_sample_is_no_solver() -> None:
     record = record_of(Wrapper(), [inputs(1)], square)
     assert "solver_nfe" not in record.metrics
     assert record.labels("grad_norm") == ["net.first", "net.second"]
+
+
+def test_one_evaluation_is_no_solver() -> None:
+    class Only(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Dynamics()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(0.5, torch.cat([x, x[:, :2]], -1))
+
+    class Moment(Dynamics):
+        def forward(self, t: float, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.tensor(t), y)
+
+    model = Only()
+    model.net = Moment()
+    record = record_of(model, [inputs(1)], square)
+    assert "solver_nfe" not in record.metrics
+    assert record.labels("grad_norm") == ["net.net.1", "net.net.2"]
+
+
+class Augmented(nn.Module):
+    """A state of two parts, as continuous normalising flows have: y, and the integral of its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(D, D)
+
+    def forward(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.net(state[0])), state[0].square().sum(-1, keepdim=True)
+
+
+class AugmentedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.func, self.head = nn.Linear(IN, D), Augmented(), nn.Linear(D, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = (self.embed(x), x.new_zeros(len(x), 1))
+        y, cost = odeint(self.func, start, torch.tensor([0.0, 1.0]), **EULER)
+        return self.head(y[-1]) + cost[-1]
+
+
+def test_a_state_of_several_parts_is_one_state() -> None:
+    torch.manual_seed(0)
+    model = AugmentedModel()
+    plain = copy.deepcopy(model)
+    (x,) = inputs(1)
+    record = record_of(model, [[x]], square)
+    states = [(plain.embed(x), torch.zeros(len(x), 1, requires_grad=True))]
+    for k in range(5):
+        y, cost = states[-1]
+        dy, dcost = plain.func(torch.tensor(0.2 * k), (y, cost))
+        states.append((y + 0.2 * dy, cost + 0.2 * dcost))
+    loss = (plain.head(states[-1][0]) + states[-1][1]).square().mean()
+    truth = [math.hypot(*(g.norm().item() for g in torch.autograd.grad(loss, s, retain_graph=True))) for s in states]
+    np.testing.assert_allclose(record["grad_norm", "func"], truth[:5], rtol=1e-4)
 
 
 # -- fixed points

@@ -53,10 +53,13 @@ def find_chains(model: nn.Module, path: str = "") -> tuple[list[Flow], list[str]
     # a solver evaluates its right-hand side at states and stages, which are no chain (probes/trajectories.py)
     inside = tuple(f"{at}." for at, module in model.named_modules() if at and is_dynamics(module))
     outside = [leaf for leaf in leaves if not leaf.path.startswith(inside)]
-    if inside and any(len(chain.points) > 1 for chain in _split(outside)[0]):
-        leaves = outside
+    apart = bool(inside) and any(len(chain.points) > 1 for chain in _split(outside)[0])
+    leaves = outside if apart else leaves
     chains, skipped = _split(leaves)
-    notes = [f"{display_path(p)} is beside the chain (its input is that of the layer before it)" for p in skipped]
+    notes = [
+        f"{display_path(at[:-1])}: forward(t, y) is taken for a solver's right-hand side" for at in inside if apart
+    ]
+    notes += [f"{display_path(p)} is beside the chain (its input is that of the layer before it)" for p in skipped]
     total = sum(len(chain.steps) for chain in chains) + len(skipped)
     flows: dict[str, Flow] = {}
     for chain in sorted(chains, key=lambda c: -len(c.points)):

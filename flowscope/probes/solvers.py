@@ -65,6 +65,8 @@ class Solver:
     module: nn.Module
     calls: int = 0
     backward_calls: int = 0
+    in_forward: int = 0
+    """Calls of the forward under way: one evaluation is no solver."""
     untracked: int = 0
     """Calls without gradient: an implicit solver's own."""
     steps: list[Tensor | float] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Solver:
 
     def forget(self) -> None:
         """Start again from nothing."""
-        self.calls = self.backward_calls = self.untracked = 0
+        self.calls = self.backward_calls = self.in_forward = self.untracked = 0
         self.steps, self.residuals, self.radii, self.last = [], [], [], None
 
 
@@ -113,6 +115,8 @@ class SolverObserver:
         if not is_compiling() and not in_backward() and torch.is_grad_enabled() and not self._switch.paused:
             self._inside = True
             self._forwards += 1
+            for solver in self.solvers:
+                solver.in_forward = 0
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not is_compiling() and not in_backward() and self._inside:
@@ -134,8 +138,9 @@ class SolverObserver:
         if in_backward() and not self._switch.paused:
             solver.backward_calls += 1
         elif self._counts(module):
-            solver.seen = True
             solver.calls += 1
+            solver.in_forward += 1
+            solver.seen = solver.seen or solver.in_forward > 1
 
     def _map(self, solver: Solver, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if is_compiling() or in_backward() or not self._counts(module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_time
 from flowscope.probes.hooks import Hooks, Switch, in_backward
-from flowscope.probes.layout import is_compiling, node_number
+from flowscope.probes.layout import floating_tensors, is_compiling, node_number
 from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
 
 Array = NDArray[np.float64]
@@ -39,6 +39,7 @@ class _Evaluation:
 
 @dataclass
 class _Solve:
+    calls: int = 0
     evaluations: list[_Evaluation] = field(default_factory=list)
 
 
@@ -50,12 +51,12 @@ class TrajectoryObserver:
         self.part, self._switch, self._hooks = f"trajectory {self.path}", switch, hooks
         self._solves: list[_Solve] = []
         self.seen = False
-        """Whether it was called as a right-hand side at all."""
+        """Whether it was evaluated more than once in a forward, as a solver does."""
         hooks.before(module, self.part, self._before, switch)
 
     def start_forward(self) -> None:
         """A forward of the model begins: what follows is another solve."""
-        if self._solves and self._solves[-1].evaluations:
+        if not self._solves or self._solves[-1].calls:
             self._solves.append(_Solve())
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,16 +65,17 @@ class TrajectoryObserver:
         given = [*args, *kwargs.values()]
         if len(given) < 2 or not is_time(given[0]):
             return
-        self.seen = True
-        y = given[1]
-        if not isinstance(y, Tensor) or not y.requires_grad or not torch.is_grad_enabled():
-            return
         if not self._solves:
             self._solves.append(_Solve())
+        solve = self._solves[-1]
+        solve.calls += 1
+        self.seen = self.seen or solve.calls > 1
+        y = state_of(given[1])
+        if y is None or not y.requires_grad or not torch.is_grad_enabled():
+            return
         evaluation = _Evaluation(node_number(y), _parents(y), head(y.detach(), float(y.numel())))
-        evaluations = self._solves[-1].evaluations
-        evaluations.append(evaluation)
-        slot = (self.path, len(self._solves), len(evaluations))
+        solve.evaluations.append(evaluation)
+        slot = (self.path, len(self._solves), len(solve.evaluations))
         self._hooks.on_gradient(y, self.part, partial(self._deposit, evaluation), slot)
 
     def _deposit(self, evaluation: _Evaluation, gradient: Tensor) -> None:
@@ -97,6 +99,14 @@ class TrajectoryObserver:
     def labels(self, count: int) -> list[str]:
         """`path#k`, the k-th state."""
         return [f"{self.path}#{k}" for k in range(count)]
+
+
+def state_of(y: Any) -> Tensor | None:
+    """The state as the solver holds it: of several parts, cut from one tensor, that tensor."""
+    if isinstance(y, Tensor):
+        return y
+    part = next(floating_tensors(y), None)
+    return part if part is None or part._base is None else part._base
 
 
 def _parents(y: Tensor) -> frozenset[int]:
@@ -128,7 +138,7 @@ def states_of(numbers: list[int | None], parents: list[frozenset[int]]) -> list[
 
 def _table(evaluations: list[_Evaluation]) -> Tensor | None:
     """[K, COLUMNS] sums at the states of one solve, None where no gradient arrived."""
-    if not any(evaluation.backward is not None for evaluation in evaluations):
+    if len(evaluations) < 2 or all(evaluation.backward is None for evaluation in evaluations):
         return None
     states = states_of([e.number for e in evaluations], [e.parents for e in evaluations])
     rows = [_row(evaluations[index]) for index in states]
