@@ -248,7 +248,7 @@ def frozen_norm(draw: Draw) -> Program:
         if isinstance(module, nn.BatchNorm2d):
             module.eval().requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=draw.factor("lr", 0.05, 1.5))
-    program = supervised(draw, model, images(), optimizer, class_loss, steps=200, shows=above(0.9))
+    program = supervised(draw, model, images(), optimizer, class_loss, steps=200, shows=above(0.85))
     plain_one, measure = program.step, program.quality
     norms = [module for module in model if isinstance(module, nn.BatchNorm2d)]
 
