@@ -117,13 +117,21 @@ def test_a_replay_says_what_the_run_said(tmp_path: Path) -> None:
 
 
 def test_diagnose_exit_status_and_limits(tmp_path: Path) -> None:
-    deep_sigmoid(tmp_path, 13)
-    result = command(tmp_path)
+    deep_sigmoid(tmp_path / "lost", 13)
+    result = command(tmp_path / "lost")
     assert (result.returncode, result.stderr) == (1, "")
     assert "vanishing_gradient" in result.stdout
-    changed = command(tmp_path, "--json", "--set", "vanishing_product=1e-30", "--set", "drift=1e30")
-    assert changed.returncode == 0, changed.stdout + changed.stderr
-    assert "vanishing_gradient" not in {json.loads(line)["kind"] for line in changed.stdout.splitlines()}
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scope = flowscope.watch(model, optimizer, log_dir=tmp_path / "fine", config={"console": "off"})
+    train(model, scope, optimizer, 13)
+    assert command(tmp_path / "fine").returncode == 0
+    # the product of any chain is below a limit of 1000 somewhere: the last point's is 1
+    other = command(tmp_path / "fine", "--json", "--set", "vanishing_product=1000")
+    assert other.returncode == 1, other.stdout + other.stderr
+    assert "vanishing_gradient" in {json.loads(line)["kind"] for line in other.stdout.splitlines()}
 
 
 @pytest.mark.parametrize("wrong", [["--set", "vanishing=1"], ["--set", "drift"], ["--set", "drift=x"], []])
