@@ -35,6 +35,7 @@ def by_hand(choices: Iterable[Sequence[int]], logits: Iterable[Sequence[float]],
         "route_entropy": sum(entropies) / len(entropies),
         "route_max_violation": max(load) / (sum(load) / experts) - 1,
         "route_dead": sum(count == 0 for count in load) / experts,
+        "route_load": sum(load) / experts,
     }
 
 
@@ -70,14 +71,26 @@ def qwen() -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, num_experts=5, head_dim=4))
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen])
-def test_routers_of_transformers_send_what_counting_the_logits_gives(make: Any) -> None:
+def olmoe() -> nn.Module:
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SMALL, num_experts=5))
+
+
+def gpt_oss() -> nn.Module:
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL, num_local_experts=5, head_dim=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "router"),
+    [(mixtral, "gate"), (qwen, "gate"), (olmoe, "gate"), (gpt_oss, "router")],
+    ids=["mixtral", "qwen", "olmoe", "gpt-oss"],
+)
+def test_routers_of_transformers_send_what_counting_the_logits_gives(make: Any, router: str) -> None:
     torch.manual_seed(0)
     model = make().train()
     plain = copy.deepcopy(model)
     words = [torch.randint(1, WORDS, (BATCH, LENGTH)), torch.randint(1, WORDS, (2, LENGTH))]
     record = record_of(model, [words], lambda m, x: m(input_ids=x, labels=x).loss)
-    assert record.labels("route_entropy") == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert record.labels("route_entropy") == [f"model.layers.{layer}.mlp.{router}" for layer in range(2)]
     given = [plain(input_ids=x, output_router_logits=True).router_logits for x in words]
     for layer in range(2):
         logits = torch.cat([logits[layer].detach() for logits in given])
@@ -243,6 +256,23 @@ def test_which_modules_are_routers() -> None:
     found = find_routers(nn.ModuleDict({"mlp": Shared(), "heads": nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])}))
     assert [(r.path, r.experts, r.chosen) for r in found] == [("mlp.router", 3, 2)]
     assert find_routers(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))) == []
+
+
+def test_few_tokens_for_many_experts_raise_nothing() -> None:
+    """Chance leaves half of 48 experts out where 15 tokens choose; the same router with 240 tokens is told."""
+    torch.manual_seed(1)
+    kinds = []
+    for tokens in (T, 16 * T):
+        model = MixtureStack(((48, 1),))
+        with torch.no_grad():
+            model.blocks[0].mlp.gate.bias[7] += 30.0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+            for x in inputs(6, tokens=(tokens,)):
+                square(model, x).backward()
+                optimizer.step()
+            kinds.append({alert.kind for alert in scope.alerts} & {"expert_collapse"})
+    assert kinds == [set(), {"expert_collapse"}]
 
 
 def test_compiled_routers_count_the_same_in_one_graph() -> None:

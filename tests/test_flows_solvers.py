@@ -294,6 +294,24 @@ def test_a_decoder_of_latents_is_no_fixed_point() -> None:
     assert "solver_residual" not in record_of(Decoder(), [inputs(1)], square).metrics
 
 
+def test_a_recurrence_whose_first_steps_have_no_gradient_is_no_fixed_point() -> None:
+    class BurnIn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = Map(torch.eye(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.new_zeros(len(x), D)
+            with torch.no_grad():
+                for t in range(4):
+                    h = self.f(h, x[:, t] + 1)
+            for t in range(4, 7):
+                h = self.f(h, x[:, t] + 1)
+            return h
+
+    assert "solver_residual" not in record_of(BurnIn(), [inputs(1, tokens=(7,))], square).metrics
+
+
 class Equilibrium(nn.Module):
     """A layer of torchdeq around a map."""
 

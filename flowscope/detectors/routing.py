@@ -11,6 +11,8 @@ from flowscope.records import Record, RunHeader
 
 RELEASE = 0.75
 """Shares and loads are clean below this much of their limit."""
+FEW_TOKENS = 4.0
+"""With fewer tokens an expert in a step, chance alone leaves experts out: e^-4 of them at 4, e^-.5 at one half."""
 SETTLING_RECORDS = 4
 """Untrained routers are uneven for a few steps, and a small batch leaves experts out by chance."""
 
@@ -28,6 +30,12 @@ class ExpertCollapse(Detector):
             return
         config = self.config
         level = np.fmax(dead / config.expert_dead, violation / config.expert_violation)
+        load = record.metrics.get("route_load")
+        if load is not None and load.shape == level.shape:
+            level = np.where(load < FEW_TOKENS, np.nan, level)
+        if bool(np.isnan(level).all()):
+            yield Finding(self.kind, level="unseen")
+            return
         beyond = level > 1
         if not beyond.any():
             if bool((level > RELEASE).any()):

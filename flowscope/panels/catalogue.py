@@ -105,6 +105,7 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
         "linear",
     ),
     "route_dead": ("Routing", "Share of experts without a token. Healthy: 0; alert over 0.5.", "linear"),
+    "route_load": ("Routing", "Tokens an expert gets in a step, mean. Under 4 the others say little.", "log"),
     "solver_nfe": (
         "Routing",
         "Function evaluations a forward. Healthy: steady; alert at 4 times its start.",
@@ -214,6 +215,7 @@ _OF_THE_MODEL = {
     "output_spread",
     "route_dead",
     "route_entropy",
+    "route_load",
     "route_max_violation",
     "saturation",
     "solver_nfe",

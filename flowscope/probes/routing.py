@@ -177,7 +177,7 @@ class RoutingObserver:
             self.buffer.add(row, 0, sums)
 
     def metrics(self, sums: Array) -> dict[str, Array]:
-        """route_entropy, route_max_violation, route_dead, one entry a router; NaN where no token was seen."""
+        """The metrics of `route_metrics`, one entry a router; NaN where no token was seen."""
         out = {name: np.full(len(self._routers), np.nan) for name in METRICS}
         for row, router in enumerate(self._routers):
             if row < len(sums):
@@ -187,17 +187,17 @@ class RoutingObserver:
         return out
 
 
-METRICS = ("route_entropy", "route_max_violation", "route_dead")
+METRICS = ("route_entropy", "route_max_violation", "route_dead", "route_load")
 
 
-def route_metrics(sums: Array, experts: int) -> tuple[float, float, float]:
-    """Return mean entropy / log E, largest load / mean load - 1, share of experts without a token."""
+def route_metrics(sums: Array, experts: int) -> tuple[float, float, float, float]:
+    """Return mean entropy / log E, largest load / mean load - 1, share of experts without a token, mean load."""
     entropy, tokens = sums[:2]
     load = sums[2 : 2 + experts]
     certain = float(entropy / tokens / np.log(experts)) if tokens > 0 else float("nan")
     if not load.sum() > 0:
-        return certain, float("nan"), float("nan")
-    return certain, float(load.max() / load.mean() - 1.0), float((load == 0).mean())
+        return certain, float("nan"), float("nan"), float("nan")
+    return certain, float(load.max() / load.mean() - 1.0), float((load == 0).mean()), float(load.mean())
 
 
 def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:

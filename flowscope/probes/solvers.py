@@ -26,7 +26,7 @@ from flowscope.discovery.structure import is_dynamics, is_time, required_argumen
 from flowscope.probes.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.payload import from_host
+from flowscope.probes.payload import from_host, local
 
 Array = NDArray[np.float64]
 
@@ -74,13 +74,18 @@ class Solver:
     radii: list[Tensor | float] = field(default_factory=list)
     last: tuple[Tensor, Tensor, int] | None = None
     """The last z, f(z), and the version of z, kept until the model's forward ends."""
+    injected: list[Tensor] | None = None
+    """What the first call of the forward was given beside z."""
+    varies: bool = False
+    """Whether a later call was given something else: a recurrence over inputs, no iteration to a fixed point."""
     seen: bool = False
     """Whether it was one at run time; from then on it has its entry in every record."""
 
     def forget(self) -> None:
         """Start again from nothing."""
         self.calls = self.backward_calls = self.in_forward = self.untracked = 0
-        self.steps, self.residuals, self.radii, self.last = [], [], [], None
+        self.steps, self.residuals, self.radii = [], [], []
+        self.last, self.injected, self.varies = None, None, False
 
 
 class SolverObserver:
@@ -145,11 +150,14 @@ class SolverObserver:
     def _map(self, solver: Solver, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if is_compiling() or in_backward() or not self._counts(module):
             return
-        z = next(floating_tensors((args[:1], kwargs)), None)
+        given = list(floating_tensors((args, kwargs)))
+        z = given[0] if given else None
         image = next((x for x in floating_tensors(output) if z is not None and x.shape == z.shape), None)
         if z is None or image is None:
             return
         solver.calls += 1
+        injected, solver.injected = solver.injected, given[1:] if solver.injected is None else solver.injected
+        solver.varies = solver.varies or (injected is not None and not _same(injected, given[1:]))
         if not torch.is_grad_enabled() or not image.requires_grad:
             solver.untracked += 1
         solver.last = (z, image, z._version)
@@ -170,11 +178,11 @@ class SolverObserver:
 
     def _close(self, solver: Solver, *, slow: bool = False) -> None:
         """A forward of the model has ended: was the map iterated in it, and how far from its fixed point is it?"""
-        last, untracked = solver.last, solver.untracked
-        solver.last, solver.untracked = None, 0
+        last, untracked, varies = solver.last, solver.untracked, solver.varies
+        solver.last, solver.untracked, solver.injected, solver.varies = None, 0, None, False
         if last is None:
             return
-        solver.seen = solver.seen or (untracked > 0 and solver.calls > 1)
+        solver.seen = solver.seen or (untracked > 0 and solver.calls > 1 and not varies)
         if not solver.seen:
             solver.calls = 0
             return
@@ -236,6 +244,13 @@ class SolverObserver:
                 solver.seen = True
                 solver.steps = solver.steps if steps is None else [steps]
                 solver.residuals = solver.residuals if residual is None else [residual]
+
+
+def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two calls were given the same tensors; the first ones are kept, so no address is used again."""
+    return len(tensors) == len(others) and all(
+        local(a).data_ptr() == local(b).data_ptr() and a.shape == b.shape for a, b in zip(tensors, others, strict=True)
+    )
 
 
 def solver_metrics(table: Array) -> dict[str, Array]:
