@@ -122,7 +122,7 @@ class Recorder:
             return
         record.flags, record.step = (ended.flags if ended.snapshot is not None else record.flags), ended.step
         record.flow_names = tuple(flow.name for flow in self.header.flows)
-        record.loss = float(np.mean(losses)) if losses else None
+        record.loss = sum(losses) / len(losses) if losses else None
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
         if ended.snapshot is not None:
@@ -155,7 +155,7 @@ class Recorder:
         if (record := ended.record) is not None:
             losses = [float(value) for value in ended.losses]
             record.flags, record.step = ended.flags, ended.step
-            record.loss = float(np.mean(losses)) if losses else None
+            record.loss = sum(losses) / len(losses) if losses else None
 
     @staticmethod
     def _note_skip(ended: EndedStep) -> None:

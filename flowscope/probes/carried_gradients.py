@@ -5,7 +5,7 @@ A hook on a few small parameters looks at `.grad` just before backward adds to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,15 +27,14 @@ class CarriedGradients:
 
     PART = "carried gradients"
 
-    def __init__(self, current: Callable[[], Sequence[Tensor | None]], switch: Switch, hooks: Hooks) -> None:
-        self._current, self._switch, self._hooks = current, switch, hooks
+    def __init__(self, switch: Switch, hooks: Hooks) -> None:
+        self._switch, self._hooks = switch, hooks
         self._held: list[tuple[int, Tensor, tuple[Any, Any]]] = []
         self._waiting: dict[int, Number] = {}
         self.norms: dict[int, Number] = {}
 
-    def follow(self) -> None:
+    def follow(self, now: Sequence[Tensor | None]) -> None:
         """Put the hooks on the parameters as they are now (they may have been replaced, frozen or unfrozen)."""
-        now = self._current()
         if self._held and all(p is now[i] and p.requires_grad for i, p, _ in self._held):
             return
         for *_, handles in self._held:

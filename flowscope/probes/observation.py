@@ -249,8 +249,10 @@ class Observation:
         self.switch.sampling, self.switch.slow = sampling, slow and sampling
         self.switch.stale = False
         if sampling and self.parameters is not None:
-            self.faults.guard(RawGradients.PART, self.parameters.raw.follow)
-            self.faults.guard(CarriedGradients.PART, self.parameters.carried.follow)
+            now = self.faults.guard("parameters", self.parameters.follow)
+            if now is not None:
+                self.faults.guard(RawGradients.PART, self.parameters.raw.follow, now)
+                self.faults.guard(CarriedGradients.PART, self.parameters.carried.follow, now)
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""

@@ -43,6 +43,7 @@ class ParameterObserver:
         self._places: list[tuple[nn.Module, str]] = []
         self._paths: list[tuple[str, str]] = []
         self._now: list[Tensor | None] | None = None
+        self._epsilons: tuple[list[torch.dtype | None], Array] = ([], np.zeros(0))
         self.added: list[str] = []
         """Names of parameters that came after attaching; they stand behind the others."""
         self._find()
@@ -51,8 +52,8 @@ class ParameterObserver:
         self.norms: dict[int, Number] = {}
         self.gradients: dict[int, Number] = {}
         self.updates: dict[int, tuple[Number, Number, Number]] = {}
-        self.raw = RawGradients(self.current, self._followed, switch, hooks)
-        self.carried = CarriedGradients(self._followed, switch, hooks)
+        self.raw = RawGradients(self.some, self.follow, switch, hooks)
+        self.carried = CarriedGradients(switch, hooks)
         self._switch = switch
         self.spreads: list[tuple[list[int], Tensor]] = []
 
@@ -62,9 +63,15 @@ class ParameterObserver:
             return self._now
         return [module._parameters.get(key) for module, key in self._places]
 
-    def _followed(self) -> list[Tensor | None]:
+    def follow(self) -> list[Tensor | None]:
+        """The parameters as they are now, found again where modules were replaced."""
         self._follow_replaced_modules()
         return self.current()
+
+    def some(self, count: int) -> dict[int, Tensor | None]:
+        """At most `count` evenly spaced ones of the current parameters, by their number."""
+        chosen = range(0, len(self._places), -(-len(self._places) // count) or 1)
+        return {i: self._places[i][0]._parameters.get(self._places[i][1]) for i in chosen}
 
     def trainable(self) -> NDArray[np.float64]:
         """1 where a parameter asks for a gradient, 0 where it is frozen."""
@@ -73,8 +80,10 @@ class ParameterObserver:
     def epsilons(self) -> Array:
         """The machine epsilon of each parameter's numbers: the relative distance from 1 to the next."""
         kinds = [None if p is None else p.dtype for p in self.current()]
-        known = {kind: np.nan if kind is None else torch.finfo(kind).eps for kind in set(kinds)}
-        return np.array([known[kind] for kind in kinds])
+        if kinds != self._epsilons[0]:
+            known = {kind: np.nan if kind is None else torch.finfo(kind).eps for kind in set(kinds)}
+            self._epsilons = kinds, np.array([known[kind] for kind in kinds])
+        return self._epsilons[1]
 
     def _follow_replaced_modules(self) -> None:
         """Find the parameters again where modules or parameters were replaced, renamed or added since attaching."""

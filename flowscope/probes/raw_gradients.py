@@ -35,7 +35,7 @@ class RawGradients:
     """The norms of the gradients at the end of backward, by the parameter's number.
 
     Args:
-        current: the parameters where they were found last.
+        some: so many evenly spaced ones of the parameters where they were found last, by their number.
         followed: the parameters as they are now, found again where modules were replaced.
         switch: read while it is sampling.
         hooks: where the triggers are registered.
@@ -45,12 +45,12 @@ class RawGradients:
 
     def __init__(
         self,
-        current: Callable[[], Sequence[Tensor | None]],
+        some: Callable[[int], Mapping[int, Tensor | None]],
         followed: Callable[[], Sequence[Tensor | None]],
         switch: Switch,
         hooks: Hooks,
     ) -> None:
-        self._current, self._followed, self._switch, self._hooks = current, followed, switch, hooks
+        self._some, self._followed, self._switch, self._hooks = some, followed, switch, hooks
         self._triggers: list[tuple[int, Tensor, Any]] = []
         self._task = -1
         self._reads = FIRST_READS
@@ -60,9 +60,8 @@ class RawGradients:
         self.scale: Tensor | float | None = None
         """What the loss was multiplied by in this step's backward, None where nothing is known of a scaler."""
 
-    def follow(self) -> None:
+    def follow(self, now: Sequence[Tensor | None]) -> None:
         """Put the triggers on the parameters as they are now (they may have been replaced, frozen or unfrozen)."""
-        now = self._followed()
         if self._triggers and all(p is now[i] and p.requires_grad for i, p, _ in self._triggers):
             return
         for *_, handle in self._triggers:
@@ -86,11 +85,11 @@ class RawGradients:
         if self._switch.paused or not self._switch.sampling:
             return
         reading = self._reads > 0 or self._switch.slow
-        now = self._followed() if reading else self._current()
+        now = self._followed() if reading else []
         self._left = {
             i: (id(gradient), gradient._version)
-            for i in range(0, len(now), -(-len(now) // VERSIONS))
-            if (p := now[i]) is not None and (gradient := p.grad) is not None
+            for i, p in self._some(VERSIONS).items()
+            if p is not None and (gradient := p.grad) is not None
         }
         self.norms = {}
         if reading:

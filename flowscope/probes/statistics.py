@@ -93,6 +93,16 @@ def real_features(states: Tensor) -> Tensor:
     return torch.view_as_real(states.resolve_conj()).flatten(-2) if states.is_complex() else states
 
 
+def spaced(states: Tensor, limit: int) -> Tensor:
+    """Return states [B, T, D] where B*T <= limit, else a view of about limit / 2 positions of them, evenly spaced."""
+    batch, tokens = states.shape[0], states.shape[1]
+    if batch * tokens <= limit:
+        return states
+    limit = max(2, limit // 2)
+    rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
+    return states[:: -(-batch // rows), :: max(1, -(-tokens * rows // limit))]
+
+
 def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Positions:
     """Return all positions of x where B*T <= limit (statistics are then exact), else about limit / 2 of them, evenly.
 
@@ -104,10 +114,7 @@ def sample_positions(x: Tensor, axis: int, limit: int, *, sequence: bool) -> Pos
     """
     states = real_features(feature_last(x.detach(), axis))
     batch, tokens = states.shape[0], states.shape[1]
-    if batch * tokens > limit:
-        limit = max(2, limit // 2)
-        rows = max(1, min(batch, limit // min(tokens, max(2, limit // batch))))
-        states = states[:: -(-batch // rows), :: max(1, -(-tokens * rows // limit))]
+    states = spaced(states, limit)
     sequences = states.shape[0] if sequence and states.shape[1] > 1 else 0
     # always a copy: an in-place operation after the point must not change what was seen, nor the copy keep x alive
     values = states.to(torch.float32, copy=True).reshape(-1, states.shape[-1])

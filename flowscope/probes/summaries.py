@@ -53,11 +53,12 @@ def depth_metrics(rows: Array) -> dict[str, Array]:
     """
     histograms = rows[1:, s.HISTOGRAM :]
     with np.errstate(all="ignore"):
+        low, median, high = histogram_quantiles(histograms, np.array([0.05, 0.5, 0.95]))
         branch, carry = np.sqrt(rows[1:, s.BRANCH_SQUARE]), np.sqrt(rows[1:, s.CARRY_SQUARE])
         return {
-            "cosine": 1 - histogram_quantiles(histograms, 0.5),
-            "cosine_p05": 1 - histogram_quantiles(histograms, 0.95),
-            "cosine_p95": 1 - histogram_quantiles(histograms, 0.05),
+            "cosine": 1 - median,
+            "cosine_p05": 1 - high,
+            "cosine_p95": 1 - low,
             "cosine_to_input": rows[:, s.TO_INPUT] / _nan_where_zero(rows[:, s.TO_INPUT_COUNT]),
             "token_cosine": rows[:, s.TOKEN] / _nan_where_zero(rows[:, s.TOKEN_COUNT]),
             "sample_cosine": rows[:, s.SAMPLE] / _nan_where_zero(rows[:, s.SAMPLE_COUNT]),
@@ -75,14 +76,16 @@ def bucket_middles() -> Array:
 _MIDDLES = bucket_middles()
 
 
-def histogram_quantiles(counts: Array, q: float) -> Array:
+def histogram_quantiles(counts: Array, q: float | Array) -> Array:
     """The q-quantile of 1 - cos of each row of bucket counts [L, BUCKETS]: numpy's linear rule on the bucket middles.
+
+    [L], or [Q, L] for Q quantiles.
 
     A quarter-octave bucket's middle is within 2^(1/8) - 1 = 9.1 % of every value in it. NaN for an empty row.
     """
     cumulative = np.cumsum(counts, axis=1)
     total = cumulative[:, -1]
-    rank = q * np.maximum(total - 1, 0)
+    rank = np.multiply.outer(q, np.maximum(total - 1, 0))
     ranks = np.stack([np.floor(rank), np.ceil(rank)])
     # the bucket of the r-th smallest value: how many buckets end at or before it
     low, high = np.minimum((cumulative[None] <= ranks[..., None]).sum(-1), counts.shape[1] - 1)
@@ -133,12 +136,16 @@ def unit_metrics(vectors: dict[str, Array], kinds: dict[str, str]) -> tuple[dict
     metrics: dict[str, Array] = {}
     labels: dict[str, list[str]] = {}
     if dead:
-        metrics["dead_fraction"] = np.array([float(np.mean(vectors[label][2:] == 0)) for label in dead])
+        metrics["dead_fraction"] = np.array([_off_share(vectors[label][2:]) for label in dead])
         labels["dead_fraction"] = dead
     if bounded:
         metrics["saturation"] = np.array([vectors[label][0] / vectors[label][1] for label in bounded])
         labels["saturation"] = bounded
     return metrics, labels
+
+
+def _off_share(on: Array) -> float:
+    return (on.size - int(np.count_nonzero(on))) / on.size
 
 
 def zero_share(vector: Array) -> float:

@@ -6,7 +6,8 @@ its derivative is small: |tanh z| > tanh 2.5, sigmoid outside (sigmoid -5, sigmo
 call has no module: it is seen at the input of the next parametrised module. Compiled code is not watched for units: how
 many there are is known only once it runs.
 
-Axis letters: B batch, T positions, U units (at most `WatchConfig.units`, evenly spaced).
+Axis letters: B batch, T positions (of B*T about 128, evenly spaced, where there are more than
+`WatchConfig.positions`), U units (at most `WatchConfig.units`, evenly spaced).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flowscope.discovery.plan import display_path
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import local
-from flowscope.probes.statistics import feature_last, wide
+from flowscope.probes.statistics import feature_last, spaced, wide
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
 SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
@@ -129,7 +130,7 @@ class UnitProbe:
             seen, positions = seen | self._window[0], positions + self._window[1]
         self._window = (seen, positions)
         if positions >= LASTING_POSITIONS:
-            self._lasting, self._window = float(np.mean(~seen)), None
+            self._lasting, self._window = (seen.size - int(np.count_nonzero(seen))) / seen.size, None
         return self._lasting
 
 
@@ -151,7 +152,8 @@ class UnitObserver:
     PART = "units"
 
     def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._units, self._hooks = switch, config.units, hooks
+        self._switch, self._hooks = switch, hooks
+        self._units, self._positions = config.units, config.positions
         self.probes: list[UnitProbe] = []
         self._counted: dict[int, weakref.ref[Tensor]] = {}
         readers: dict[int, AxisReader] = {}
@@ -191,19 +193,19 @@ class UnitObserver:
         if probe.kind != "input":
             self._counted[id(x)] = weakref.ref(x)
         states, axis, _ = reader.read(local(x.detach()))
-        states = feature_last(states, axis).flatten(0, 1)
-        if states.shape[1] > self._units:
-            states = states[:, :: -(-states.shape[1] // self._units)]
+        states = spaced(feature_last(states, axis), self._positions)
+        if states.shape[2] > self._units:
+            states = states[:, :, :: -(-states.shape[2] // self._units)]
         if not states.numel():
             return
         # the largest entry of a unit tells whether it was ever on, ten times faster than counting how often
-        found, sums = states.amax(0), None
+        found, sums = states.amax((0, 1)), None
         if (counted := _counted(probe.kind, states, wide(x.device))) is not None:
-            found = (found > 0.0) | (states.amin(0) < 0.0)
+            found = (found > 0.0) | (states.amin((0, 1)) < 0.0)
             sums = torch.stack([counted, torch.full_like(counted, states.numel())])
         key = (min(probe.calls, PLACES), found.numel())
         probe.calls += 1
-        deposit = partial(probe.deposit, key, found, sums, states.shape[0])
+        deposit = partial(probe.deposit, key, found, sums, states.shape[0] * states.shape[1])
         self._hooks.on_gradient(x, self.PART, deposit, (probe.label, key[0]))
 
     def start_forward(self) -> None:
