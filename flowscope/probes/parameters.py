@@ -43,6 +43,7 @@ class ParameterObserver:
         self._places: list[tuple[nn.Module, str]] = []
         self._paths: list[tuple[str, str]] = []
         self._now: list[Tensor | None] | None = None
+        self._stepping: dict[int, Tensor] | None = None
         self._epsilons: tuple[list[torch.dtype | None], Array] = ([], np.zeros(0))
         self.added: list[str] = []
         """Names of parameters that came after attaching; they stand behind the others."""
@@ -61,7 +62,11 @@ class ParameterObserver:
         """The parameters as they are now (they may have been replaced since attaching)."""
         if self._now is not None:
             return self._now
-        return [module._parameters.get(key) for module, key in self._places]
+        return list(map(dict.get, self._holders, self._keys))
+
+    def _index(self) -> None:
+        self._holders = [module._parameters for module, _ in self._places]
+        self._keys = [key for _, key in self._places]
 
     def follow(self) -> list[Tensor | None]:
         """The parameters as they are now, found again where modules were replaced."""
@@ -87,8 +92,7 @@ class ParameterObserver:
 
     def _follow_replaced_modules(self) -> None:
         """Find the parameters again where modules or parameters were replaced, renamed or added since attaching."""
-        now = [siblings.get(name) for siblings, name in self._slots]
-        same = all(map(operator.is_, now, self._children))
+        same = all(map(operator.is_, map(dict.get, *self._slots), self._children))
         if same and not self._lazy and sum(map(len, self._held)) == self._count:
             return
         self._now = None
@@ -105,6 +109,7 @@ class ParameterObserver:
 
     def _find(self) -> None:
         """Add what the model holds and is not known yet, behind what is known: numbers stay what they are."""
+        self._index()
         seen = {id(parameter) for parameter in self.current()}
         self._lazy = False
         for path, module in self._model.named_modules():
@@ -118,7 +123,9 @@ class ParameterObserver:
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
         slots = [(module._modules, name) for module in self._model.modules() for name in module._modules]
-        self._slots, self._children = slots, [siblings[name] for siblings, name in slots]
+        self._slots = [siblings for siblings, _ in slots], [name for _, name in slots]
+        self._children = [siblings[name] for siblings, name in slots]
+        self._index()
         self._held = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
         self._count = sum(map(len, self._held))
 
@@ -133,6 +140,7 @@ class ParameterObserver:
         self._follow_replaced_modules()
         self._now = self.current() if updating else None
         live = self._live()
+        self._stepping = live if updating else None
         self.norms = self._samples.take_before(live)
         large = [i for i in live if i not in self.norms]
         self.norms.update(zip(large, norms([live[i] for i in large]), strict=True))
@@ -176,7 +184,9 @@ class ParameterObserver:
     @torch.no_grad()
     def after_step(self) -> None:
         """Compare the samples with the weights as they are now: the change per tensor."""
-        self.updates = self._samples.changes(self._live())
+        held = self._stepping
+        same = held is not None and all(type(p) is nn.Parameter for p in held.values())
+        self.updates = self._samples.changes(held if held is not None and same else self._live())
 
     def take(self) -> tuple[Array, NDArray[np.bool_], list[tuple[Tensor, list[tuple[int, int]]]]]:
         """Return this step's numbers as the rows [8, n], which of them were read, and those still on devices.
@@ -215,11 +225,11 @@ class ParameterObserver:
 
     def let_go(self) -> None:
         """The step's numbers are taken: look the parameters up anew from here on, and keep none alive."""
-        self._now = None
+        self._now = self._stepping = None
 
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""
-        self._now = None
+        self._now = self._stepping = None
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
         self.carried.drop()
