@@ -260,11 +260,14 @@ def test_the_radius_of_a_rotation_is_the_modulus_of_its_eigenvalues() -> None:
     assert record["jacobian_radius"][0] == pytest.approx(0.9, rel=0.01)
 
 
-def test_without_a_gradient_at_z_or_with_batch_norm_the_radius_is_not_seen() -> None:
-    class OneStep(Implicit):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.f(self.solve(x), x))
+class OneStep(Implicit):
+    """As torch compiles it: z asks for no gradient."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.f(self.solve(x), x))
+
+
+def test_without_a_gradient_at_z_or_with_batch_norm_the_radius_is_not_seen() -> None:
     class Normed(Map):
         def __init__(self, weight: Tensor) -> None:
             super().__init__(weight)
@@ -398,6 +401,43 @@ def test_watching_solvers_changes_nothing_and_leaves_nothing(make: Any) -> None:
         assert torch.equal(value, watched.state_dict()[name]), name
     assert torch.equal(state, torch.get_rng_state())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
+
+
+class Unrolled(nn.Module):
+    """Euler's method in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.func, self.head = nn.Linear(IN, D), Dynamics(), nn.Linear(D, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for k in range(3):
+            y = y + 0.25 * self.func(torch.full((), 0.25 * k), y)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("make", [lambda: OneStep(weight_of_radius(0.7)), Unrolled], ids=["implicit", "ode"])
+def test_compiled_solvers_break_no_graph_and_are_not_seen(make: Any) -> None:
+    torch.manual_seed(0)
+    bare = make()
+    watched = copy.deepcopy(bare)
+    (x,) = inputs(1)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    try:
+        torch.compile(bare, fullgraph=True, backend="aot_eager")(x).square().mean().backward()
+        optimizer.step()
+        torch.compiler.reset()
+        record = record_of(
+            watched,
+            [[x]],
+            lambda model, x: torch.compile(model, fullgraph=True, backend="aot_eager")(x).square().mean(),
+        )
+    finally:
+        torch.compiler.reset()
+    assert "solver_nfe" not in record.metrics
+    for name, value in bare.state_dict().items():
+        assert torch.equal(value, watched.state_dict()[name]), name
 
 
 def test_stiff_dynamics_are_told() -> None:
