@@ -88,5 +88,5 @@ def variation(x: Tensor) -> Tensor:
     # from the first sample on: what is equal differs by exactly 0
     apart = x - x[:1]
     apart -= apart.mean(0)
-    norms = [torch.linalg.vector_norm(apart), torch.linalg.vector_norm(x)]
-    return torch.stack(norms).square() / x.shape[0]
+    both = torch.stack([apart, x]).flatten(1)
+    return torch.linalg.vecdot(both, both) / x.shape[0]
