@@ -120,12 +120,12 @@ class ParameterObserver:
                     self._places.append((module, key))
                     self._paths.append((path, key))
         self.names = tuple(display_path(f"{path}.{key}" if path else key) for path, key in self._paths)
+        self._index()
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and _rows(p)]
         slots = [(module._modules, name) for module in self._model.modules() for name in module._modules]
         self._slots = [siblings for siblings, _ in slots], [name for _, name in slots]
         self._children = [siblings[name] for siblings, name in slots]
-        self._index()
         self._held = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
         self._count = sum(map(len, self._held))
 
