@@ -7,7 +7,9 @@ with this run's own first steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -274,7 +276,7 @@ class ExplodingGradient(Detector):
             self._zero_start.add(name)  # a zero-initialised head: whatever comes first is no measure of what follows
         if name in self._zero_start or norm == 0:
             return None
-        base = float(np.median(first)) if len(first) >= 3 else np.inf
+        base = median(first) if len(first) >= 3 else math.inf
         limit = self.config.exploding_growth * base
         if norm <= limit:
             if len(first) < self.config.baseline_records:
