@@ -189,7 +189,13 @@ _MEANINGS: dict[str, tuple[str, str, Scale]] = {
 }
 
 _BANDS = {"cosine": ("cosine_p05", "cosine_p95"), "gate_mean": ("gate_p05", "gate_p95")}
-_LIMITS = {"gradient_product": ("vanishing_product", "exploding_product"), "token_cosine": ("token_cosine",)}
+_LIMITS = {
+    "gradient_product": ("vanishing_product", "exploding_product"),
+    "token_cosine": ("token_cosine",),
+    "route_dead": ("expert_dead",),
+    "route_max_violation": ("expert_violation",),
+    "solver_residual": ("solver_residual",),
+}
 _SHARES = {
     "dead_fraction",
     "dead_lasting",
