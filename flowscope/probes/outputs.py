@@ -89,4 +89,5 @@ def variation(x: Tensor) -> Tensor:
     apart = x - x[:1]
     apart -= apart.mean(0)
     both = torch.stack([apart, x]).flatten(1)
-    return torch.linalg.vecdot(both, both) / x.shape[0]
+    sums: Tensor = torch.linalg.vecdot(both, both)
+    return sums / x.shape[0]
