@@ -40,8 +40,9 @@ class FlowLayout:
 
     `kind` is one of "blocks" (a stack of residual or other blocks), "stage" (one stage of a convnet), "network" (all
     stages behind each other), "chain" (parametrised layers one after another), "concat" (DenseNet: a point is a
-    layer's new features), "time" (calls or steps of a recurrent layer). `cell` is the class of such a layer ("RNN",
-    "LSTMCell"), else empty.
+    layer's new features), "time" (calls or steps of a recurrent layer), "gates" (no points: gates of the user's own
+    model). `cell` is the class of a recurrent layer ("RNN", "LSTMCell"), "found" for gates that the user did not name,
+    else empty.
     """
 
     name: str

@@ -73,8 +73,9 @@ class GateSaturation(Detector):
 
     @staticmethod
     def _serious(view: FlowView, mean: Array, saturated: Flags, most: float) -> bool:
-        """Most gates shut; for gates of the user's own model, whose meaning is unknown, most of them saturated."""
-        counted = saturated if view.layout.kind == "gates" else saturated & (mean < SHUT)
+        """Most gates shut; for gates that the user named, whose meaning is unknown, most of them saturated."""
+        named = view.layout.kind == "gates" and not view.layout.cell
+        counted = saturated if named else saturated & (mean < SHUT)
         return bool(counted.sum() >= most * saturated.size)
 
 

@@ -1,6 +1,7 @@
-"""Gates of the user's own model: modules named by `watch(gates=...)` whose outputs are gate values in (0, 1).
+"""Gates of the user's own model: modules whose outputs are gate values in [0, 1], named by `watch(gates=...)` or found.
 
-The values are turned back into logits and counted as the gates of wrapped blocks are, on deposit on backward.
+The values are turned back into logits and counted as the gates of wrapped blocks are, on deposit on backward. Whether a
+candidate is a gate is decided once, from the autograd graph of the first sampled forward: no value is read.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flowscope.discovery.gates import GateCandidate
 from flowscope.discovery.plan import display_path
 from flowscope.errors import FlowscopeError
-from flowscope.probes import site_statistics, site_summaries
+from flowscope.probes import products, site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, Switch
-from flowscope.probes.layout import hidden_output
+from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.probes.layout import floating_tensors, hidden_output, is_compiling, node_number
 from flowscope.probes.statistics import full_precision
 
 EDGE = 1e-7
@@ -28,30 +30,125 @@ EDGE = 1e-7
 
 
 class GateObserver:
-    """The modules that match the patterns, in module order; their metrics stand under the flow name "gates"."""
+    """The gates in module order; their metrics stand under the flow name "gates".
+
+    Args:
+        model: the user's.
+        patterns: of modules that are gates because the user says so.
+        found: candidates, which are gates if their output is a sigmoid's that something else is multiplied by; one
+            whose name says gate only has to be no output of the model.
+        switch: on in a sampled step.
+        hooks: where to register.
+
+    Raises:
+        FlowscopeError: a pattern matches no module.
+    """
 
     NAME = "gates"
     PART = "gates"
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str], switch: Switch, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Sequence[str],
+        switch: Switch,
+        hooks: Hooks,
+        found: Sequence[GateCandidate] = (),
+    ) -> None:
         self._switch, self._hooks = switch, hooks
-        modules = [(path, module) for path, module in model.named_modules() if path]
+        named = self._named(model, patterns)
+        candidates = {c.path: c for c in found if c.path not in named}
+        paths = [path for path, _ in model.named_modules() if path in named or path in candidates]
+        self.labels = [display_path(path) for path in paths]
+        """Of all rows, those of candidates too."""
+        self.named = bool(named)
+        """Whether the user named any."""
+        self.buffer = DepositBuffer(site_statistics.GATE_COLUMNS)
+        self._candidates: dict[int, GateCandidate] = {}
+        """By row, those that are not decided yet."""
+        self._refused: set[int] = set()
+        self._calls: dict[int, int] = {}
+        """Row by the number of the node that a call gave, in the forward under way."""
+        self._overlaid: set[int] = set()
+        self._handles: dict[int, Any] = {}
+        for row, path in enumerate(paths):
+            self.buffer.new_row()
+            if path in candidates:
+                self._candidates[row] = candidates[path]
+            module = model.get_submodule(path)
+            self._handles[row] = hooks.after(module, self.PART, partial(self._after, row), switch)
+        if self._candidates:
+            self._opened = hooks.before(model, self.PART, self._opens, switch, first=True)
+            self._root = hooks.after(model, self.PART, self._decide, switch)
+
+    @staticmethod
+    def _named(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+        paths = [path for path, _ in model.named_modules() if path]
         for pattern in patterns:
-            if not any(_matches(path, pattern) for path, _ in modules):
+            if not any(_matches(path, pattern) for path in paths):
                 raise FlowscopeError(
                     f"watch(gates=...): {pattern!r} matches no module of {type(model).__name__}. Expected paths as in "
                     "model.named_modules(), where * matches anything, of modules whose outputs are gates in (0, 1)."
                 )
-        chosen = [(path, m) for path, m in modules if any(_matches(path, pattern) for pattern in patterns)]
-        self.labels = [display_path(path) for path, _ in chosen]
-        self.buffer = DepositBuffer(site_statistics.GATE_COLUMNS)
-        for row, (_, module) in enumerate(chosen):
-            self.buffer.new_row()
-            hooks.after(module, self.PART, partial(self._after, row), switch)
+        return {path for path in paths if any(_matches(path, pattern) for pattern in patterns)}
+
+    # -- which candidates are gates -----------------------------------------------------------------------------------
+
+    def _opens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module, args, kwargs
+        if not is_compiling() and not in_backward():
+            self._calls.clear()
+            self._overlaid.clear()
+
+    def _may_be(self, row: int, gate: Tensor) -> bool:
+        """Whether to count what a module gave while some are not decided; notes its node, for `_decide`."""
+        candidate = self._candidates.get(row)
+        if is_compiling():
+            return candidate is None or (candidate.sigmoid and candidate.named)
+        if candidate is not None and not candidate.sigmoid and not products.is_sigmoid(gate):
+            self._refuse(row)
+            return False
+        number = node_number(gate)
+        if number is not None and not in_backward():
+            if (inner := self._calls.get(number)) is not None and inner != row:
+                self._overlaid.add(inner)  # a module around a sigmoid, which gives what the sigmoid gives
+            self._calls[number] = row
+        return True
+
+    def _decide(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The model has run: which candidates are gates, for good."""
+        del module, args, kwargs
+        if is_compiling() or self._switch.paused or not self._candidates.keys() & {*self._calls.values()}:
+            return
+        uses = products.uses_of(floating_tensors(output), set(self._calls))
+        if not uses.walked:
+            return
+        for row, candidate in list(self._candidates.items()):
+            numbers = {number for number, called in self._calls.items() if called == row}
+            if not numbers and row not in self._overlaid:
+                continue  # did not run: the next forward may tell
+            used = candidate.named or numbers <= uses.multiplied
+            if not numbers or not used or numbers & uses.returned:
+                self._refuse(row)
+            else:
+                del self._candidates[row]
+        self._calls.clear()
+        if not self._candidates:
+            self._hooks.remove(self._root)
+            self._hooks.remove(self._opened)
+
+    def _refuse(self, row: int) -> None:
+        self._refused.add(row)
+        self._candidates.pop(row, None)
+        self._hooks.remove(self._handles[row])
+
+    # -- what gates do ------------------------------------------------------------------------------------------------
 
     def _after(self, row: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         gate = hidden_output(output, None)
         if gate is None or not self._switch.sampling or self._switch.paused or not gate.requires_grad:
+            return
+        if self._candidates and not self._may_be(row, gate):
             return
         with full_precision(gate):
             sums = site_statistics.gate_sums(torch.logit(gate.detach().float(), eps=EDGE))
@@ -61,10 +158,14 @@ class GateObserver:
         del gradient
         self.buffer.add(row, 0, sums)
 
-    def metrics(self, sums: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-        """gate_mean, gate_std, gate_p05, gate_p95, gate_saturation, one entry a gate module."""
-        rows = [sums[row] if row < len(sums) else None for row in range(len(self.labels))]
-        return site_summaries.gate_metrics(rows)
+    def shown(self) -> list[int]:
+        """The rows that are gates: decided, or undecided but for the name (no forward's graph could be read)."""
+        undecided = {row for row, c in self._candidates.items() if not (c.sigmoid and c.named)}
+        return [row for row in range(len(self.labels)) if row not in undecided and row not in self._refused]
+
+    def metrics(self, sums: NDArray[np.float64], rows: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+        """gate_mean, gate_std, gate_p05, gate_p95, gate_saturation, one entry for each of these rows."""
+        return site_summaries.gate_metrics([sums[row] if row < len(sums) else None for row in rows])
 
 
 def _matches(path: str, pattern: str) -> bool:

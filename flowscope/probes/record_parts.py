@@ -20,6 +20,8 @@ from flowscope.records import FlowLayout
 Array = NDArray[np.float64]
 SOLVED = "ODE"
 """The cell of a flow through a differential equation."""
+FOUND = "found"
+"""The cell of a flow of gates of which the user named none."""
 KEEPING = {"LSTM": "forget", "GRU": "update"}
 """The gate of a recurrent layer that keeps its state."""
 
@@ -69,9 +71,12 @@ def add_trajectory(out: RecordBuilder, trajectory: TrajectoryObserver, rows: Arr
 
 def add_gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:
     """The gates of the user's own model, as a flow of that name without points."""
-    out.flow(FlowLayout(gates.NAME, "gates", (), ()))
-    for name, values in gates.metrics(added(parts, gates.buffer.columns)).items():
-        out.add(name, values, gates.labels)
+    rows = gates.shown()
+    if not rows:
+        return
+    out.flow(FlowLayout(gates.NAME, "gates", (), (), "" if gates.named else FOUND))
+    for name, values in gates.metrics(added(parts, gates.buffer.columns), rows).items():
+        out.add(name, values, [gates.labels[row] for row in rows])
 
 
 def add_routing(out: RecordBuilder, routing: RoutingObserver, where: slice, host: list[Array]) -> None:
