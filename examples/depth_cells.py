@@ -63,6 +63,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 EXTRAS: dict[str, Variant] = {
+    "post-keel-4": Variant("post", "keel", "keel -4 on Post-LN", 1.5, {"init_bias": -4.0}),
     "pre-keel-2": Variant("pre", "keel", "keel -2 on Pre-LN", 1.5, {"init_bias": -2.0}),
     "post-highway+2": Variant("post", "highway", "highway +2 on Post-LN", 1.5, {"init_bias": 2.0}),
     "pre-highway": Variant("pre", "highway", "highway -2 on Pre-LN", 1.5),

@@ -93,7 +93,7 @@ def chain(folder: Path) -> Iterator[str]:
 def similarity(folder: Path) -> Iterator[str]:
     yield "after training; plain modes compare neighbouring blocks, streams neighbouring sub-layers (closer pairs)"
     yield f"{'':<22}{'blocks':>7}{'first third':>12}{'last third':>12}{'p05 last':>10}{'token cos':>11}{'to input':>10}"
-    for depth in (8, 32, 64):
+    for depth in (8, 32):
         for name in ("pre-ln", "post-ln", "post-keel", "keel-postln", "deepnorm", "shc", "dhc", "mhc"):
             result = trained(folder, name, depth)
             cosine, low = profile(result, "cosine"), profile(result, "cosine_p05")
@@ -107,7 +107,7 @@ def similarity(folder: Path) -> Iterator[str]:
 
 def seesaw(folder: Path) -> Iterator[str]:
     yield f"{'':<22}{'blocks':>7}{'product':>11}{'cosine':>9}{'token cos':>11}{'gain, nats':>12}"
-    for depth in (8, 32, 64):
+    for depth in (8, 32):
         for name in ("post-ln", "pre-ln", "shc", "dhc", "mhc"):
             result = trained(folder, name, depth)
             product, token = profile(result, "gradient_product")[0], profile(result, "token_cosine")[-1]
@@ -126,12 +126,18 @@ def bias(folder: Path) -> Iterator[str]:
         *("pre-ln", "pre-keel", "pre-keel-2", "pre-highway+2", "pre-highway"),
     ):
         yield f"{variant(name).label:<24}{spread(seeds(folder, name, 24, 120, 2))}"
+    yield "at the start, by depth: token cosine and effective rank (of 32) at x_L"
+    for name in ("post-keel", "post-keel-4"):
+        for depth in (64, 256, 1024):
+            result = cached(Cell(name, depth, 1), folder)
+            token, rank = (profile(result, metric)[-1] for metric in ("token_cosine", "effective_rank"))
+            yield f"{variant(name).label:<24}{depth:>6} blocks  {token:.3f}  {rank:.1f}"
 
 
 def gates(folder: Path) -> Iterator[str]:
     yield "mean gate by sixth of the depth, input first; start: sigmoid(2) = .881, sigmoid(-2) = .119"
     for name in ("pre-keel", "post-keel", "post-highway"):
-        for depth in (8, 32, 64):
+        for depth in (8, 32):
             values = profile(trained(folder, name, depth), "gate_mean")
             parts = "".join(f"{part.mean():>8.3f}" for part in np.array_split(values, 6))
             yield f"{variant(name).label:<22}{depth:>6}{parts}"
@@ -168,7 +174,7 @@ def static_dynamic(folder: Path) -> Iterator[str]:
 
 def mixing(folder: Path) -> Iterator[str]:
     yield f"largest composite gain over depth, trained{'':<10}{'forward':>12}{'backward':>10}{'least column sum':>18}"
-    for depth, steps, lr in ((24, 150, 1e-2), (48, 150, 1e-3), (64, STEPS[64], 1e-3)):
+    for depth, steps, lr in ((12, 150, 1e-3), (32, STEPS[32], 1e-3), (12, 150, 1e-2)):
         for name in ("shc", "dhc", "mhc"):
             result = trained(folder, name, depth, steps, lr=lr)
             worst = [np.nanmax(profile(result, f"mix_gain_{way}")) for way in ("forward", "backward")]

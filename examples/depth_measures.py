@@ -114,15 +114,24 @@ class Body(nn.Module):
         return self.head(self.final(x))
 
 
-def calibration(name: str, blocks: int, seed: int = 0, width: int = 128, length: int = 64) -> dict[str, float]:
-    """The initial state of a causal decoder with Xavier weights and ReLU on random hidden states and random targets."""
+def calibration(name: str, blocks: int, seed: int = 0, shared: bool = False) -> dict[str, float]:
+    """The initial state of a causal decoder of width 128 with Xavier weights and ReLU on random hidden states.
+
+    The loss is that of random targets, or with `shared` the same random direction at every position.
+    """
+    width, length = 128, 64
     norm, mode = CALIBRATED[name]
     torch.manual_seed(seed)
     model = Body(norm, blocks, width)
     x = torch.randn(2, length, width, requires_grad=True)
     targets = torch.randint(VOCABULARY, (2 * length,))
     flowscope.wrap(model, mode, example_inputs=x.detach())
-    record = first_record(model, lambda: F.cross_entropy(model(x).flatten(0, 1), targets))
+    direction = torch.randn(2, 1, VOCABULARY)
+
+    def loss() -> Tensor:
+        return (model(x) * direction).sum() if shared else F.cross_entropy(model(x).flatten(0, 1), targets)
+
+    record = first_record(model, loss)
     return {
         "total": float(record["gradient_product"][0]),
         "shortcut": float(record["shortcut_product"][0]),
@@ -140,6 +149,8 @@ def calibration_lines() -> Iterator[str]:
             found = [calibration(name, blocks, seed) for seed in range(3)]
             ranges = (f"{k} {min(v[k] for v in found):.3g} to {max(v[k] for v in found):.3g}" for k in found[0])
             yield f"{name:<9}{blocks:>3}  {'; '.join(ranges)}"
+    totals = [calibration("Post-LN", 24, seed, shared=True)["total"] for seed in range(3)]
+    yield f"Post-LN  24  with one gradient shared by all positions: total {min(totals):.3g} to {max(totals):.3g}"
 
 
 # -- Jacobians

@@ -151,3 +151,13 @@ def test_claims_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(re.findall(r"^([\w-]+) ", capsys.readouterr().out, re.MULTILINE)) == set(CLAIMS)
     assert depth_study.main(["--claim", "perpetual-motion"]) == 2
     assert "no claim 'perpetual-motion'" in capsys.readouterr().out
+
+
+def test_the_document_names_every_claim_and_no_other() -> None:
+    from depth_claims import CLAIMS
+
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    named = {
+        name for cell in re.findall(r"\| (`[^|]*`) \|$", text, re.MULTILINE) for name in re.findall(r"`([\w-]+)`", cell)
+    }
+    assert named == set(CLAIMS)
