@@ -1,4 +1,4 @@
-"""Hyper-connections of other packages are seen as our own are: against the package's own tensors, in an unwatched copy."""
+"""Hyper-connections of other packages are seen as ours are: against the package's own tensors, in an unwatched copy."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.discovery.gates import find_gates
+from flowscope.discovery.hyper_connections import by_flow, find_hyper_connections
 from flowscope.discovery.plan import FlowPlan
 from flowscope.discovery.structure import is_dynamics
 from flowscope.faults import LOGGER
@@ -23,6 +25,7 @@ from flowscope.probes.carried_gradients import CarriedGradients
 from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.outputs import OutputObserver
@@ -80,10 +83,17 @@ class Observation:
         self._missed = self._resuming = False
         self._fills_grad = False
         """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
-        self.sites = [
+        self.sites: list[SiteObserver | KnownStreams] = [
             SiteObserver(group, name, config, self.switch, hooks) for name, group in group_by_flow(connections, plan)
         ]
-        self.gates = GateObserver(model, gates, self.switch, hooks) if gates else None
+        wrapped = {site.flow for site in self.sites}
+        self.sites += [
+            KnownStreams(group, name, config, self.switch, hooks)
+            for name, group in by_flow(find_hyper_connections(model), list(plan))
+            if name not in wrapped
+        ]
+        found = find_gates(model, [router.path for router in routers]) if of_parameters else []
+        self.gates = GateObserver(model, gates, self.switch, hooks, found) if gates or found else None
         self.alignments = [
             AlignmentObserver(model, flow, self.switch, hooks)
             for flow in plan
@@ -92,8 +102,8 @@ class Observation:
         hooks.before(model, "root hook", self._root, first=True)
         if any(kind in config.metrics for kind in ("flow", "depth")):
             self._observe_flows()
-            found = outermost(model, is_dynamics)
-            self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in found if path]
+            dynamics = outermost(model, is_dynamics)
+            self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in dynamics if path]
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
         self._prepare_buffers()
@@ -201,6 +211,8 @@ class Observation:
         self.buffer.clear()
         for site in self.sites:
             site.buffer.clear()
+        if self.gates is not None:
+            self.gates.buffer.clear()
         for flow in self.flows:
             flow.grams.clear()
             flow.slices.clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 from flowscope.probes import compiled, matrices, record_parts, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
+from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.payload import Part, Sharing, from_host
@@ -289,7 +290,7 @@ class Snapshot:
                 self._observation.warn_once(sentence)
 
     @staticmethod
-    def _site(out: RecordBuilder, site: SiteObserver, parts: list[Array]) -> None:
+    def _site(out: RecordBuilder, site: SiteObserver | KnownStreams, parts: list[Array]) -> None:
         for name, (values, labels) in site.metrics(added(parts, site.buffer.columns)).items():
             out.add(name, values, labels)
 
