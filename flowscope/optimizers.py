@@ -1,7 +1,8 @@
 """When a step begins and ends: the optimizers' own step hooks, or `scope.step` where there is none.
 
 An optimizer given to `watch` (or found because it holds the model's parameters) marks the end of a step in its
-post-hook; of several, the last listed. What else steps is foreign.
+post-hook; of several, the last listed. What else steps is foreign. Optimizers that step inside backward (one a
+parameter, to free the gradients at once) end the step when that backward ends, in whatever order they come.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -19,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from flowscope.errors import FlowscopeError
-from flowscope.probes.hooks import Hook, Hooks
+from flowscope.probes.hooks import Hook, Hooks, in_backward
 
 
 class StepListener(Protocol):
@@ -56,6 +59,10 @@ class OptimizerClock:
         self._nested = 0
         """How many steps of the same optimizer are inside its step: a subclass calls `super().step()`, and torch hooks
         the step of every class of which there was an instance."""
+        self._inside: tuple[int, Optimizer] | None = None
+        """The backward in which optimizers step, and the latest of them."""
+        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._end = Hook("optimizer hook", self._backward_ends, hooks.faults)
         self._pre = Hook("optimizer hook", self._before, hooks.faults)
         self._post = Hook("optimizer hook", self._after, hooks.faults)
         hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
@@ -71,9 +78,17 @@ class OptimizerClock:
         return any(id(p) in held for p in self._model.parameters())
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place."""
+        """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place.
+
+        Where the older one steps again, both are in use (a GAN with a shared encoder): it is the first of the two.
+        """
+        if optimizer in self._replaced:
+            self.optimizers.insert(0, optimizer)
+            return
         held = _parameters_of(optimizer)
         older = [i for i, known in enumerate(self.optimizers) if held & _parameters_of(known)]
+        for i in older:
+            self._replaced.add(self.optimizers[i])
         if older and self.given:
             self.optimizers[older[0]] = optimizer
         kept = [known for i, known in enumerate(self.optimizers) if i not in older or known is optimizer]
@@ -95,6 +110,9 @@ class OptimizerClock:
             self._nested = 0  # the call before this one did not end: it raised
             self._listener.step_failed()
         self._stepping = optimizer
+        if self._inside is not None and self._inside[0] != _backward_under_way() and not _is_recomputed():
+            self._inside = None  # that backward did not end: it raised
+            self._listener.step_failed()
         if optimizer is not self._joining:
             self._listener.before_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
 
@@ -109,7 +127,25 @@ class OptimizerClock:
         if optimizer is self._joining:
             self._joining = None
             return
-        self._listener.after_optimizer(optimizer, last=self._last(optimizer), closure=_has_closure(args, kwargs))
+        closure, inside = _has_closure(args, kwargs), in_backward()
+        self._listener.after_optimizer(optimizer, last=self._last(optimizer) and not inside, closure=closure)
+        if inside:
+            self._wait_for_backward(optimizer)
+
+    def _wait_for_backward(self, optimizer: Optimizer) -> None:
+        """Let the step end with the backward that this optimizer stepped in."""
+        task = _backward_under_way()
+        waiting = self._inside is not None and self._inside[0] == task
+        if not waiting and _is_recomputed():
+            return  # the backward of one reentrant checkpoint, not the whole
+        self._inside = task, optimizer
+        if not waiting:
+            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _backward_ends(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            self._listener.after_optimizer(inside[1], last=True, closure=False)
 
     def _last(self, optimizer: Optimizer) -> bool:
         return optimizer is self.optimizers[-1]
@@ -123,6 +159,20 @@ def _calls_under_way(optimizer: Optimizer) -> int:
             count += 1
         frame = frame.f_back
     return count
+
+
+def _backward_under_way() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def _is_recomputed() -> bool:
+    """Whether a reentrant checkpoint runs its own backward on the stack."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _parameters_of(optimizer: Optimizer) -> set[int]:

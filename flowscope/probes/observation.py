@@ -83,6 +83,11 @@ class Observation:
         self._missed = self._resuming = False
         self._fills_grad = False
         """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
+        self._undecided = True
+        """No step has shown yet whether it does."""
+        self._aside: list[Tensor] = []
+        """What passes of the first step deposited that left no gradient: inner ones of an attack or of a meta-learner,
+        or parts of a step that never fills `.grad`."""
         self.sites: list[SiteObserver | KnownStreams] = [
             SiteObserver(group, name, config, self.switch, hooks) for name, group in group_by_flow(connections, plan)
         ]
@@ -161,10 +166,7 @@ class Observation:
         if self.switch.paused:
             self._missed = True
             return
-        if self.switch.stale:
-            self.drop()
-        elif self.forwards > self._forwards_at_begin and self._gradients_were_dropped():
-            self._discard_deposits()
+        self._drop_what_was_for_nothing()
         self.on_forward()
         self.forwards += 1
         for flow in self.flows:
@@ -174,6 +176,16 @@ class Observation:
         parts: list[Any] = [*self.sites, *self.trajectories]
         for part in parts:
             part.start_forward()
+
+    def _drop_what_was_for_nothing(self) -> None:
+        """A forward begins: what backward deposited so far may belong to no step of ours."""
+        if self.switch.stale:
+            self.drop()
+        elif self.forwards > self._forwards_at_begin:
+            if self._gradients_were_dropped():
+                self._discard_deposits()
+            elif self._undecided and self._holds_no_gradient():
+                self._aside += self.buffer.take()
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
@@ -196,9 +208,16 @@ class Observation:
         passes of SAM. Gradients set to zero instead of None are only looked at on the host, the small ones first.
         """
         fills = self._fills_grad or (self.parameters is not None and self.parameters.raw.left_any)
-        if not self.switch.sampling or self.switch.in_closure or not fills:
+        return fills and self._holds_no_gradient()
+
+    def _holds_no_gradient(self) -> bool:
+        if not self.switch.sampling or self.switch.in_closure:
             return False
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        held_now = list(self.model.parameters())
+        if not all(p.is_leaf for p in held_now) and self.parameters is not None:
+            # weights that torch.func.functional_call has put in place for this forward
+            held_now = self.parameters.raw.watched
+        trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
         if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
             return False
         held = [(i, p.grad) for i, p in enumerate(trainable) if p.grad is not None]
@@ -208,6 +227,7 @@ class Observation:
 
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
+        self._aside.clear()
         self.buffer.clear()
         for site in self.sites:
             site.buffer.clear()
@@ -269,6 +289,7 @@ class Observation:
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
         self.switch.stale = False
+        self._aside.clear()
         self.buffer.clear()
         self.hooks.release_leaves()
         for flow in self.flows:
@@ -334,8 +355,16 @@ class Observation:
 
     def snapshot(self, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]) -> Snapshot:
         """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
-        self._fills_grad = any(p.grad is not None for p in self.model.parameters())
+        # optimizers that step inside backward have let go of the gradients they read
+        read = self.parameters is not None and bool(self.parameters.gradients)
+        self._fills_grad = read or any(p.grad is not None for p in self.model.parameters())
+        self._undecided = False
         return Snapshot(self, optimizers, replays)
+
+    def take_rows(self) -> list[Tensor]:
+        """The rows of the step that ends; they are zero from here on."""
+        aside, self._aside = self._aside, []
+        return self.buffer.take() + ([] if self._fills_grad else aside)
 
     def first_record(self, vectors: dict[UnitProbe, Array]) -> None:
         """After the first record: inputs that did not come from a rectifier are watched no further."""

@@ -111,6 +111,11 @@ class RawGradients:
         self._reads = READS_AFTER_CHANGE if changed else max(0, self._reads - 1)
 
     @property
+    def watched(self) -> list[Tensor]:
+        """The few parameters that tell when backward has ended."""
+        return [parameter for _, parameter, _ in self._triggers]
+
+    @property
     def left_any(self) -> bool:
         """Whether a backward of this step left a gradient in `.grad`."""
         return bool(self._left)

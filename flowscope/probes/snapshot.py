@@ -47,7 +47,7 @@ class Snapshot:
         self.shared = False
         """Whether its numbers are those of all ranks together."""
         self._tensors: list[Tensor] = []
-        self._rows = self._keep(observation.buffer.take())
+        self._rows = self._keep(observation.take_rows())
         self._scale = self._take_scale()
         spreads = observation.parameters.spreads if observation.parameters else []
         self._spreads = [(self._keep([vector]), numbers) for numbers, vector in spreads]
