@@ -229,6 +229,17 @@ def rescue(folder: Path) -> Iterator[str]:
             yield row
 
 
+def very_deep(folder: Path) -> Iterator[str]:
+    yield "nats gained over byte frequencies; gradient product at x_0 and token cosine at x_L at the end"
+    cells = [(256, 1e-3, name) for name in ("post-ln", "post-keel", "post-keel-4")]
+    cells += [(1024, 1e-3, name) for name in ("post-ln", "post-keel-4", "keel-postln")]
+    for depth, lr, name in (*cells, (1024, 1e-4, "post-ln"), (1024, 1e-4, "post-keel-4")):
+        result = trained(folder, name, depth, lr=lr)
+        product, token = profile(result, "gradient_product")[0], profile(result, "token_cosine")[-1]
+        which = f"{depth:>5} blocks, {STEPS[depth]} steps, rate {lr:g}  {variant(name).label:<20}"
+        yield f"{which}{last_gain(result):+.3f}  {product:.1e}  {token:.3f}  {verdict(result)}"
+
+
 def skipping(folder: Path) -> Iterator[str]:
     yield from measures.skipping_lines()
 
@@ -251,5 +262,6 @@ CLAIMS: dict[str, Claim] = {
     "ordering": Claim("Perplexity of Keel under Pre-LN's at every depth, the gap growing", ordering),
     "table": Claim("Stability, expressivity, speed of Pre-LN, Post-LN and Keel", table),
     "rescue": Claim("A deep stack that does not train, wrapped, trains: how far in depth and rate", rescue),
+    "very-deep": Claim("Keel trains 1,024 layers (about fifteen minutes on one core)", very_deep),
     "skipping": Claim("Depth adapts to the input: branches with low gates can be skipped", skipping),
 }
