@@ -68,8 +68,8 @@ def watch(
         on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
         sinks: further objects with `write(event)` and `close()`.
         flows: module paths to use as the depth axis instead of the discovered ones (`flowscope.find_flows(model)`).
-        gates: patterns of modules of the model whose outputs are gates in (0, 1); their statistics are recorded. The
-            gates of wrapped blocks are seen without it.
+        gates: patterns of modules of the model whose outputs are gates in (0, 1), beside those that are found: modules
+            that give a sigmoid something is multiplied by. The gates of wrapped blocks are seen without it.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
         config: `WatchConfig` or a dict of its keys.
 
