@@ -146,6 +146,23 @@ def test_highway_layers_whose_gate_applies_the_sigmoid_itself() -> None:
     check(record, truth)
 
 
+def test_micro_batches_and_an_evaluation_between() -> None:
+    torch.manual_seed(10)
+    model = nn.Sequential(Highway(6), Highway(6), nn.Linear(6, 2))
+    batches = [torch.randn(4, 5, 6), torch.randn(4, 5, 6)]
+    each = [outputs_of(model, ["0.transform", "1.transform"], x) for x in batches]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with flowscope.watch(model, optimizer, every=1) as scope:
+        with torch.no_grad():
+            model(torch.full((2, 3, 6), 9.0))
+        for x in batches:
+            model(x).square().mean().backward()
+        optimizer.step()
+        (record,) = scope.records
+    assert labels(record) == ["0.transform", "1.transform"]
+    check(record, [torch.cat([a, b]) for a, b in zip(*each, strict=True)])
+
+
 class Wrapped(nn.Module):
     """A gate module around a sigmoid module: one gate, that of the module."""
 

@@ -25,7 +25,8 @@ class KnownConnection:
     Attributes:
         path: module path.
         module: of the package.
-        kind: "dynamic" and "manifold" (hyper-connections), "returned" (transformers: it gives its coefficients back).
+        kind: "dynamic" and "manifold" (hyper-connections); "returned" (transformers: it gives its coefficients back),
+            "carried" (it gives the branch's weights back; the streams are carried on as they are).
         streams: how many.
     """
 
@@ -44,8 +45,9 @@ def find_hyper_connections(model: nn.Module) -> list[KnownConnection]:
     found = []
     for path, module in model.named_modules():
         kind = _kind(module)
-        streams = getattr(module, "hc_mult" if kind == "returned" else "num_residual_streams", None) if kind else None
-        if isinstance(streams, int) and streams > 1 and (kind == "returned" or _plain(module)):
+        gives = kind in ("returned", "carried")
+        streams = getattr(module, "hc_mult" if gives else "num_residual_streams", None) if kind else None
+        if isinstance(streams, int) and streams > 1 and (gives or _plain(module)):
             found.append(KnownConnection(path, module, kind, streams))
     return found
 
@@ -55,7 +57,7 @@ def _kind(module: nn.Module) -> str:
         if (kind := _CLASSES.get((base.__module__, base.__name__))) is not None:
             return kind
         if base.__module__.startswith("transformers.models.") and base.__name__.endswith("HyperConnection"):
-            return "returned"
+            return "carried" if base.__name__.startswith("HYV4") else "returned"
     return ""
 
 

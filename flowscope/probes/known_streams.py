@@ -61,7 +61,7 @@ class KnownStreams:
         self.in_training = False
         for row, connection in enumerate(connections):
             self.buffer.new_row()
-            returned = connection.kind == "returned"
+            returned = connection.kind in ("returned", "carried")
             module = connection.module if returned else connection.module.get_submodule("norm")
             hooks.after(module, self.part, partial(self._returned if returned else self._inside, row), switch)
 
@@ -95,11 +95,10 @@ class KnownStreams:
         side, write = self._side, output[0]
         if write.shape[-1] != side:
             return
-        matrix = output[1] if len(output) == 3 else None
-        if matrix is None:  # Hunyuan-V4: streams are carried on as they are
+        if self._connections[row].kind == "carried":
             mix = torch.eye(side, dtype=torch.float32, device=write.device)[None]
-        elif matrix.shape[-2:] == (side, side):
-            mix = matrix.detach().reshape(-1, side, side).transpose(-1, -2)  # used as comb^T @ streams
+        elif len(output) == 3 and output[1].shape[-2:] == (side, side):
+            mix = output[1].detach().reshape(-1, side, side).transpose(-1, -2)  # used as comb^T @ streams
         else:
             return
         self._see(row, mix, write.detach().reshape(-1, side), streams, write)
