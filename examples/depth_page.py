@@ -119,8 +119,9 @@ RESCUE = (
     "records of both say."
 )
 SEESAW = (
-    "A point a mode and depth; larger is deeper. Green: a gradient product between 1e-3 and 100. Products are cut at 1e-12. The articles' claim "
-    "is that one pays for gradient with similarity: points would lie on a line from lower left to upper right."
+    "A point a mode and depth; larger is deeper. Green: a gradient product between 1e-3 and 100. Products are cut at "
+    "1e-12. The articles' claim is that one pays for gradient with similarity: points would lie on a line from lower "
+    "left to upper right."
 )
 COSINE = (
     "Median and 5th to 95th percentile over positions at {} blocks, as in figure 3 of the hyper-connections paper. "
