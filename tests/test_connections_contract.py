@@ -201,7 +201,7 @@ def test_observer_sees_what_each_mode_names():
         "keel": {"carry", "branch", "gate_logit"},
         "highway": {"carry", "branch", "gate_logit"},
         "keel-postln": {"carry", "branch", "norm_input"},
-        "dhc": {"carry", "branch", "branch_input", "streams", "read", "residual_mix", "write"},
+        "dhc": {"carry", "branch", "branch_input", "streams", "read", "residual_mix", "mixed", "write"},
     }
     expected["mhc"] = expected["dhc"]
     for mode, names in expected.items():

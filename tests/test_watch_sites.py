@@ -114,6 +114,25 @@ def site_labels(depth: int = 3, sites: int = 2) -> list[str]:
     return [f"blocks.{block}#{site}" for block in range(depth) for site in range(sites)]
 
 
+@pytest.mark.parametrize(("mode", "options", "block"), MODES)
+def test_training_a_wrapped_model_is_bitwise_that_of_the_bare_run(
+    mode: str, options: dict[str, Any], block: Any
+) -> None:
+    bare = wrapped(mode, options, block)
+    model = copy.deepcopy(bare)
+    with flowscope.watch(model, every=2, config={"console": "off", "slow_every": 1}) as scope:
+        for net in (bare, model):
+            optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+            for _ in range(4):
+                optimizer.zero_grad()
+                backward(net, batches())
+                optimizer.step()
+        assert len(scope.records) == 4
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize(("mode", "options", "block"), GATED)
 def test_gates(mode: str, options: dict[str, Any], block: Any) -> None:
     model, data = wrapped(mode, options, block), batches()

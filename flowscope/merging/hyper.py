@@ -136,7 +136,6 @@ class HyperConnection(StaticHyperConnection):
     def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
         module = self.site[site]
         assert isinstance(module, DynamicSite)
-        # Observed or traced, the coefficients are tensors of the graph: a gradient goes through each of them.
-        if self.observer is not None or module.norm in ("none", "layer_affine") or torch.compiler.is_compiling():
+        if module.norm in ("none", "layer_affine") or torch.compiler.is_compiling():
             return super()._mix(site, h)
         return module.mix(h)

@@ -30,7 +30,7 @@ class StreamConnection(Connection):
     The state is (residual h [M, S, D], residual, write, what the block's code was given); after the last site
     (streams, what it was given). Observed: "branch_input" (the read h0), "branch" f, "carry" (what the block's code
     held), "streams" [B, T..., S, D] before the site, "read" [M, 1, S], "residual_mix" [M, S, S] (rows = output stream),
-    "write" [M, S, 1]; M = 1 for static coefficients.
+    "mixed" [M, S, D] (residual h), "write" [M, S, 1]; M = 1 for static coefficients.
     """
 
     site: nn.ModuleList
@@ -94,8 +94,8 @@ class StreamConnection(Connection):
         h, mixed, (read, residual, write) = self._mix(site, streams)
         given = self.features_back(h.view(*shape, self.features))
         if self.observer is not None:
-            seen = (("branch_input", given), ("read", read), ("residual_mix", residual), ("write", write))
-            for name, tensor in seen:
+            self.observe(site, "branch_input", given)
+            for name, tensor in (("read", read), ("residual_mix", residual), ("mixed", mixed), ("write", write)):
                 self.observe(site, name, tensor)
         return given, (mixed, residual, write, given)
 

@@ -79,6 +79,7 @@ class SiteObserver:
         self._previous: tuple[int, Positions] | None = None
         self._origin: Positions | None = None
         self._waiting: dict[int, list[Sums]] = {}
+        self._mix: tuple[int, Tensor] | None = None
 
     def close(self) -> None:
         """Take the observers off again."""
@@ -93,6 +94,9 @@ class SiteObserver:
 
     def see(self, k: int, name: str, tensor: Tensor) -> None:
         """Register the deposit of what a connection shows at site k."""
+        if name == "mixed" or (name == "residual_mix" and not is_compiling()):
+            self._see_mix(k, name, tensor)
+            return
         if not tensor.requires_grad:
             if name == "branch_input" and self.in_training and not torch.is_grad_enabled() and not is_compiling():
                 with full_precision(tensor):
@@ -105,6 +109,21 @@ class SiteObserver:
             return
         kind, start, values = sums
         self.hooks.on_gradient(tensor, self.part, partial(self._deposit, (k, kind), start, values), (k, kind))
+
+    def _see_mix(self, k: int, name: str, tensor: Tensor) -> None:
+        """In eager code the deposit waits for the gradient of what was mixed: none need reach the matrices themselves.
+
+        A connection may make both in one node, and does so whether it is watched or not.
+        """
+        if name == "residual_mix":
+            if torch.is_grad_enabled():
+                with full_precision(tensor):
+                    self._mix = k, site_statistics.matrix_sums(tensor)
+            return
+        made, self._mix = self._mix, None
+        if made is not None and made[0] == k and tensor.requires_grad:
+            deposit = partial(self._deposit, (k, "mix"), 0, made[1])
+            self.hooks.on_gradient(tensor, self.part, deposit, (k, "mix"))
 
     def _sums(self, k: int, name: str, tensor: Tensor) -> tuple[Kind, int, Sums] | None:
         _, connection, _ = self.owners[k]
