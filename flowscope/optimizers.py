@@ -140,7 +140,7 @@ class OptimizerClock:
             return  # the backward of one reentrant checkpoint, not the whole
         self._inside = task, optimizer
         if not waiting:
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end)
 
     def _backward_ends(self) -> None:
         inside, self._inside = self._inside, None

@@ -213,7 +213,7 @@ class Observation:
     def _holds_no_gradient(self) -> bool:
         if not self.switch.sampling or self.switch.in_closure:
             return False
-        held_now = list(self.model.parameters())
+        held_now: list[Tensor] = list(self.model.parameters())
         if not all(p.is_leaf for p in held_now) and self.parameters is not None:
             # weights that torch.func.functional_call has put in place for this forward
             held_now = self.parameters.raw.watched
