@@ -174,6 +174,46 @@ class Wrapped(nn.Module):
         return self.sigmoid(self.proj(x))
 
 
+class Inner(nn.Module):
+    """The sigmoid's own name says gate, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.gate = nn.Linear(6, 6), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.proj(x))
+
+
+class Forgetting(nn.Module):
+    """No name says gate, and only 1 - t is a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.proj, self.act = nn.Linear(6, 6), nn.Linear(6, 6), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) + (1 - self.act(self.proj(x))) * x
+
+
+class GatedByInner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = Inner(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x) * self.value(x)
+
+
+def test_a_gate_inside_a_gate_is_one_and_its_complement_is_a_factor() -> None:
+    torch.manual_seed(11)
+    model, x = nn.Sequential(GatedByInner(), Forgetting(), nn.Linear(6, 2)), torch.randn(4, 5, 6)
+    truth = outputs_of(model, ["0.gate", "1.act"], x)
+    (record,) = train(model, [x])
+    assert labels(record) == ["0.gate", "1.act"]
+    check(record, truth)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
