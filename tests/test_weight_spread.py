@@ -74,11 +74,12 @@ def test_equal_units_stay_equal_and_are_named() -> None:
     model.head.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = watched(model, optimizer, config={"slow_every": 2})
-    before = {}
+    before, gradients = {}, {}
     for k in range(4):
         before[k] = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimizer.zero_grad()
         loss_of(model, data(k)).backward()
+        gradients[k] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     assert ["weight_spread" in record for record in scope.records] == [True, False, True, False]
     for k in (0, 2):
@@ -90,5 +91,48 @@ def test_equal_units_stay_equal_and_are_named() -> None:
         assert np.isnan(found.pop("head.weight"))
         if k == 0:
             assert np.isnan(found.pop("blocks.2.fc2.weight"))
-        close_to(list(found.values()), [naive(before[k][name]) for name in found])
+        # the second block's last matrix is zero at first, so nothing reaches the one before it
+        larger = [max(naive(w[name]) for w in (before[k], gradients[k]) if bool(w[name].any())) for name in found]
+        close_to(list(found.values()), larger)
         assert min(found.values()) > 0.5
+
+
+def test_rows_that_start_equal_and_get_gradients_of_their_own_are_not_alike() -> None:
+    """Mamba's A_log and the layer scale of a ConvNeXt, [channels, 1, 1], start as one row repeated."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 6)
+            self.layer_scale = nn.Parameter(torch.full((6, 1, 1), 1e-2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scaled: Tensor = self.fc(x)[..., None, None] * self.layer_scale
+            return scaled.flatten(1)
+
+    torch.manual_seed(4)
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = watched(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.randn(5, 16)) - torch.randn(5, 6)).square().mean().backward()
+        optimizer.step()
+    record = scope.records[0]
+    found = dict(zip(record.labels("weight_spread"), record["weight_spread"], strict=True))
+    assert found["layer_scale"] > 0.1
+    assert not [alert for alert in scope.alerts if alert.kind == "symmetry"]
+
+
+def test_the_larger_of_the_weight_and_its_gradient() -> None:
+    weight, gradient = torch.full((3, 4), 2.0), torch.tensor([[1.0] * 4, [3.0] * 4, [1.0] * 4])
+    # rows 1, 3, 1: variance 8/9, mean square 11/3
+    pairs = [(gradient, (8 / 33) ** 0.5), (torch.zeros(3, 4), 0.0), (gradient.to_sparse(), 0.0)]
+    for found, expected in pairs:
+        ((_, vector),) = spreads({5: weight}, {5: found})
+        assert float(vector) == pytest.approx(expected, rel=1e-6)
+    # rounding beside a gradient that is none
+    found = spreads({5: weight, 6: torch.ones(3, 5)}, {5: 1e-6 * gradient, 6: torch.ones(3, 5)})
+    assert [(numbers, vector.tolist()) for numbers, vector in found] == [([5], [0.0]), ([6], [0.0])]
+    ((_, vector),) = spreads({5: torch.zeros(3, 4)}, {5: gradient})
+    assert np.isnan(float(vector))

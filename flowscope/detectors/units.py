@@ -101,7 +101,7 @@ class Saturation(ShareOfUnits):
 
 
 class Symmetry(Detector):
-    """Weight matrices whose rows are all alike: all units compute one function and get one gradient."""
+    """Weight matrices whose rows are all alike, and get gradients that are: all units compute one function."""
 
     kind = "symmetry"
 

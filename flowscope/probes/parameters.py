@@ -145,8 +145,10 @@ class ParameterObserver:
         large = [i for i in live if i not in self.norms]
         self.norms.update(zip(large, norms([live[i] for i in large]), strict=True))
         if self._switch.slow:
-            held = {i: live[i] for i in self.matrices if i in live}
-            self.spreads = spreads({i: weight for i, weight in held.items() if _rows(weight)})
+            held = {i: live[i] for i in self.matrices if i in live and _rows(live[i])}
+            now = self.current()
+            gradients = {i: local(p.grad) for i in held if (p := now[i]) is not None and p.grad is not None}
+            self.spreads = spreads(held, gradients)
 
     def _live(self) -> dict[int, Tensor]:
         live = {i: p for i, p in enumerate(self.current()) if p is not None and p.requires_grad}

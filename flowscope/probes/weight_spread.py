@@ -1,6 +1,7 @@
 """How different the rows (units) of each weight matrix are: at 0 all units compute one function.
 
 Units that start equal get equal gradients and stay equal, so a layer of any width is then a layer of one unit.
+Rows that start equal but get gradients of their own (state matrices of Mamba, layer scales) part at the first step.
 
 Axis letters: M matrices, R sampled rows, K sampled entries of a row.
 """
@@ -15,19 +16,35 @@ ENTRIES = 64
 """At most so many evenly spaced rows, and entries of a row, are looked at."""
 SMALLEST = 1e-18
 """The root mean square under which fp32 squares would vanish: such a matrix counts as zero."""
+NEGLIGIBLE = 1e-5
+"""A gradient this far below the largest may be rounding alone: equal classes of a softmax cancel to it."""
 
 
-def spreads(matrices: dict[int, Tensor]) -> list[tuple[list[int], Tensor]]:
+def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = None) -> list[tuple[list[int], Tensor]]:
     """Return the relative spread between the rows of weights [rows, ...], by number: vectors on the weights' devices.
 
     sqrt(mean over columns of the variance over rows / mean square) of the sampled entries: 0 where all rows are the
-    same, about 1 for independent entries of mean 0, NaN for a matrix of zeros.
+    same, about 1 for independent entries of mean 0, NaN for a matrix of zeros. With a gradient (not sparse, not
+    negligible beside the others), the larger of its spread and the weight's.
     """
-    alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[tuple[int, Tensor]]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, torch.Size, bool], list[tuple[int, Tensor, Tensor]]] = {}
     for number, matrix in matrices.items():
-        sample = sampled(matrix)
-        alike.setdefault((sample.device, sample.dtype, sample.shape), []).append((number, sample))
-    return [([i for i, _ in group], _spread(torch.stack([x for _, x in group]))) for group in alike.values()]
+        sample, gradient = sampled(matrix), (gradients or {}).get(number)
+        known = gradient is not None and gradient.layout is torch.strided and gradient.shape == matrix.shape
+        change = sampled(gradient) if gradient is not None and known else sample
+        key = (sample.device, sample.dtype, sample.shape, known and change.device == sample.device)
+        alike.setdefault(key, []).append((number, sample, change.to(sample.dtype)))
+    groups = [([number for number, *_ in group], key) for key, group in alike.items()]
+    spread = [_spread(torch.stack([weight for _, weight, _ in group])) for group in alike.values()]
+    changes = {key: torch.stack([change for *_, change in group]) for key, group in alike.items() if key[-1]}
+    sizes = {key: change.abs().amax((1, 2)).float() for key, change in changes.items()}
+    for at, (_, key) in enumerate(groups):
+        if key in changes:
+            largest = torch.stack([size.max() for other, size in sizes.items() if other[0] == key[0]]).max()
+            parting = torch.where(sizes[key] > NEGLIGIBLE * largest, _spread(changes[key]), torch.nan)
+            # NaN is never larger, and stays where it was
+            spread[at] = torch.where(parting > spread[at], parting, spread[at])
+    return [(numbers, found) for (numbers, _), found in zip(groups, spread, strict=True)]
 
 
 def sampled(weight: Tensor) -> Tensor:
