@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, Flags
+from flowscope.detectors.detector import Array, Detector, Finding
 from flowscope.detectors.rates import Rate
 from flowscope.records import Record, RunHeader
 
@@ -48,6 +48,16 @@ def losses_of(record: Record) -> Array:
     return losses[np.isfinite(losses)]
 
 
+class _Judged(NamedTuple):
+    """One step: the level before it, how far five losses may rise above it and do, the window's largest rise, size."""
+
+    level: float
+    rise: float
+    above: float
+    highest: float
+    size: int
+
+
 class LossSpike(Detector):
     """Three of five losses in a row stand far above what the hundred before them rose by."""
 
@@ -76,20 +86,20 @@ class LossSpike(Detector):
         # the median of five: one or two odd batches are no spike
         missing = SPAN - 1 - len(self._last)
         padded = [recent[0]] * missing + recent
-        smooth = np.array([median(padded[i : i + SPAN]) for i in range(losses.size)])
+        smooth = [median(padded[i : i + SPAN]) for i in range(losses.size)]
         # a loss joins the window when it leaves the five: then it is known whether it began a spike
         leaving = padded[: losses.size]
         self._last.extend(losses.tolist())
         self._first.extend(losses.tolist()[: SPAN - len(self._first)])
-        if len(self._window) < ENOUGH:
-            self._add(leaving[missing:])
-            return
-        finding = self._judge(record, leaving, smooth, restarted=raised)
-        if finding is not None:
-            yield finding
+        # what only fills up the first five was no loss of its own
+        judged = [None if i < missing else self._judge(leaving[i], value) for i, value in enumerate(smooth)]
+        yield from self._found(record, smooth, judged, restarted=raised)
 
-    def _judge(self, record: Record, leaving: list[float], smooth: Array, *, restarted: bool) -> Finding | None:
-        size = len(self._window)
+    def _judge(self, leaving: float, smooth: float) -> _Judged | None:
+        """Judge one step by what came before it, however many of them a record brings; then learn from it."""
+        if len(self._window) < ENOUGH:
+            self._add([leaving])
+            return None
         level = median(list(self._window)[-ENOUGH:])
         usual = median(self._rises)
         spread = SIGMA * median([abs(rise - usual) for rise in self._rises])
@@ -97,38 +107,44 @@ class LossSpike(Detector):
         progress = median(self._first) - level
         least = max(LEAST_RISE * abs(level), LEAST_LOST * progress, 1e-12)
         rise = max(NOISE * spread, self.config.loss_spike * highest, least)
-        above = smooth - level
-        self._learn(leaving, above <= rise)
-        if not bool((above > rise).any()):
-            return (
-                None if bool((above <= rise / self.config.release_factor).all()) else Finding(self.kind, level="near")
-            )
-        if restarted:
-            return Finding(self.kind, level="near")
-        worst = int(np.argmax(above))
-        return Finding(
+        judged = _Judged(level, rise, smooth - level, highest, len(self._window))
+        self._learn(leaving, usual=judged.above <= rise)
+        return judged
+
+    def _found(
+        self, record: Record, smooth: Sequence[float], judged: Sequence[_Judged | None], *, restarted: bool
+    ) -> Iterable[Finding]:
+        known = [(i, one) for i, one in enumerate(judged) if one is not None]
+        beyond = [(i, one) for i, one in known if one.above > one.rise]
+        if not beyond or restarted:
+            if beyond or any(one.above > one.rise / self.config.release_factor for _, one in known):
+                yield Finding(self.kind, level="near")
+            return
+        i, worst = max(beyond, key=lambda pair: pair[1].above)
+        yield Finding(
             self.kind,
             "",
             "warning",
-            float(smooth[worst]),
-            level + rise,
-            f"the loss rose to {smooth[worst]:.3g} (the median of five steps, up to {smooth.size - 1 - worst} steps "
-            f"before step {record.step}) from a level of {level:.3g}; in the {size} steps before, "
-            f"single losses rose by {highest:.3g} at most (limit {level + rise:.3g})",
+            smooth[i],
+            worst.level + worst.rise,
+            f"the loss rose to {smooth[i]:.3g} (the median of five steps, up to {len(smooth) - 1 - i} steps "
+            f"before step {record.step}) from a level of {worst.level:.3g}; in the {worst.size} steps before, "
+            f"single losses rose by {worst.highest:.3g} at most (limit {worst.level + worst.rise:.3g})",
             "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from "
             "the last checkpoint before it",
             immediate=True,
         )
 
-    def _learn(self, leaving: list[float], usual: Flags) -> None:
+    def _learn(self, leaving: float, *, usual: bool) -> None:
         """Add what was no spike to the window; a level that lasts for ten windows becomes the usual one."""
-        self._outside = 0 if bool(usual[-1]) else self._outside + len(leaving)
+        self._outside = 0 if usual else self._outside + 1
         if self._outside > 10 * WINDOW:
             self._window.clear()
             self._rises.clear()
             self._outside = 0
-            usual = np.ones(len(leaving), dtype=bool)
-        self._add([loss for loss, kept in zip(leaving, usual.tolist(), strict=True) if kept])
+            usual = True
+        if usual:
+            self._add([leaving])
 
     def _add(self, losses: Iterable[float]) -> None:
         """Add losses to the window, each with how far it rose above the ten before it."""
