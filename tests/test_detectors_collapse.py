@@ -162,6 +162,13 @@ def test_healthy_sample_cosines_are_silent(series):
     assert play((samples(s, *values) for s, values in enumerate(series)), CHAIN) == []
 
 
+@pytest.mark.parametrize(("width", "alerts"), [(1.0, 0), (3.0, 1)])
+def test_the_cosine_of_a_scalar_output_is_no_point(width, alerts):
+    """A regression on targets with a large mean: the last hidden layer leans towards it, the output cannot but."""
+    series = [samples(s, 0.5, 0.1, 1e-4, 1e-12, output_width=[width]) for s in range(15)]
+    assert len(play(series, CHAIN)) == alerts
+
+
 def test_compared_embeddings_that_close_up_are_told_after_three_records():
     # runs twice a step: 1 - cos falls from .4 to under .02 at step 4
     series = [0.4, 0.3, 0.1, 0.05, 0.018, 0.015, 0.012, 0.012, *[0.03] * 4, *[0.2] * 3]

@@ -122,8 +122,8 @@ def labelled(step: int, names: tuple[str, ...], **metrics) -> Record:
 ROUTERS = ("blocks.0.router", "blocks.1.router", "blocks.2.router")
 
 
-def routes(step: int, dead, violation) -> Record:
-    return labelled(step, ROUTERS, route_dead=dead, route_max_violation=violation, route_entropy=[0.9, 0.2, 0.8])
+def routes(step: int, dead, violation, entropy=(0.9, 0.2, 0.8)) -> Record:
+    return labelled(step, ROUTERS, route_dead=dead, route_max_violation=violation, route_entropy=list(entropy))
 
 
 def test_a_router_that_leaves_most_experts_out_is_told_after_four_records():
@@ -133,6 +133,13 @@ def test_a_router_that_leaves_most_experts_out_is_told_after_four_records():
     assert (alert.value, alert.limit, alert.flow) == (0.75, 0.5, "blocks")
     assert "3.9 times the mean load" in alert.message
     assert "entropy 0.20" in alert.message
+
+
+def test_undecided_routers_have_twenty_records():
+    series = [routes(s, [0.0, 0.75, 0.6], [0.7, 2.9, 1.2], (0.999, 0.995, 0.999)) for s in range(25)]
+    assert play(series[:19], HEAD) == []
+    (alert,) = play(series, HEAD)
+    assert told([alert]) == [("expert_collapse", "blocks.1.router", 19, "raised")]
 
 
 def test_a_load_far_above_the_mean_is_told_and_balanced_routers_are_not():

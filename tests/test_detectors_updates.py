@@ -76,6 +76,12 @@ def lost(step: int, same: float, epsilon: float = 2**-7, **more: Iterable[float]
     return updates(step, 1e-4, param_unchanged=[same] * 5, param_epsilon=[epsilon] * 5, **more)
 
 
+def test_weights_that_never_move_for_rounding_are_one_alert():
+    series = [updates(s, 1e-7, param_unchanged=[0.97] * 5, param_epsilon=[2**-7] * 5) for s in range(12)]
+    (alert,) = play(series)
+    assert alert.message.startswith("the step leaves 97 %")
+
+
 def test_sixteen_bit_weights_that_swallow_their_updates_are_told():
     (alert,) = play(lost(s, 0.97) for s in range(30))
     assert (alert.kind, alert.step, alert.value) == ("update_too_small", 9, 0.97)
@@ -210,6 +216,13 @@ def test_weights_that_stay_exactly_as_they_are_are_told_at_the_third_record():
 )
 def test_weights_that_stay_for_a_reason_are_no_stale_ones(series):
     assert [a for a in play(series) if a.kind == "stale_parameters"] == []
+
+
+@pytest.mark.parametrize(("gradient", "alerts"), [(0.009, 0), (0.5, 1)])
+def test_weights_that_moved_and_stand_still_have_converged_where_the_gradient_is_gone(gradient, alerts):
+    moving = [updates(s, 1e-3, gradients=[1.0] * 5, param_unchanged=[0.0] * 5) for s in range(4)]
+    still = [updates(s, 0.0, gradients=[gradient] * 5, param_unchanged=[1.0] * 5) for s in range(4, 12)]
+    assert len([a for a in play(moving + still) if a.kind == "stale_parameters"]) == alerts
 
 
 def test_gradients_of_earlier_steps_are_told_on_two_records():

@@ -45,6 +45,20 @@ def samples_alike(distance: Array, limit: float) -> int:
     return _trailing(distance < limit)
 
 
+def sample_distance(view: FlowView) -> Array | None:
+    """1 - mean cosine between samples at the points that can tell: an end of one unit (1 by construction) is left out.
+
+    None where it was not measured, or at fewer than two points.
+    """
+    cosine, width = view.get("sample_cosine"), view.record.metrics.get("output_width")
+    if cosine is None or cosine.size < 2 or not np.isfinite(cosine[[0, -1]]).all():
+        return None
+    distance = 1 - cosine
+    scalar = width is not None and width.size == 1 and width[0] == 1 and distance[-1] < SCALAR
+    distance = distance[:-1] if scalar else distance
+    return distance if distance.size >= 2 else None
+
+
 class TokenCollapse(Detector):
     """All tokens of a sequence have become the same vector by the last points, and were not at the first."""
 
@@ -153,10 +167,10 @@ class RepresentationCollapse(Detector):
         )
 
     def _samples(self, view: FlowView) -> Finding | None:
-        cosine, name = view.get("sample_cosine"), view.layout.name
-        if cosine is None or cosine.size < 2 or np.isnan(cosine[-1]):
+        distance, name = sample_distance(view), view.layout.name
+        if distance is None:
             return Finding(self.kind, flow=name, cause="samples", level="unseen")
-        distance, last = 1 - cosine, float(1 - cosine[-1])
+        last = float(distance[-1])
         widest = self._widest[name] = max(self._widest.get(name, 0.0), last)
         limit = 1 - self.config.sample_cosine
         if (alike := samples_alike(distance, limit)) >= 2:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.collapse import samples_alike
+from flowscope.detectors.collapse import sample_distance, samples_alike
 from flowscope.detectors.detector import Array, Detector, Finding, FlowView, each_flow, pack, unpack
 from flowscope.records import Record, RunHeader
 
@@ -187,10 +187,10 @@ class VanishingGradient(Detector):
 
         Schoenholz et al. 2017 (arXiv 1611.01232): both decay exponentially with depth at one rate.
         """
-        cosine, limit = view.get("sample_cosine"), self.config.ordered_product
-        if cosine is None or not np.isfinite(cosine[[0, -1]]).all() or not bool((product < limit).any()):
+        distance, limit = sample_distance(view), self.config.ordered_product
+        if distance is None or not bool((product < limit).any()):
             return None
-        alike = samples_alike(1 - cosine, 1 - self.config.sample_cosine)
+        alike = samples_alike(distance, 1 - self.config.sample_cosine)
         if alike < 2:
             return None
         crossing = int(np.flatnonzero(product < limit)[-1])
@@ -203,8 +203,9 @@ class VanishingGradient(Detector):
             float(product[low]),
             limit,
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} (limit "
-            f"{limit:.2g} where samples end alike), and from {view.point(cosine.size - alike)} on all samples are one "
-            f"vector (mean cosine {cosine[-1]:.5f}, {cosine[0]:.3f} at {view.point(0)}): nothing passes either way",
+            f"{limit:.2g} where samples end alike), and from {view.point(distance.size - alike)} on all samples are "
+            f"one vector (mean cosine {1 - distance[-1]:.5f}, {1 - distance[0]:.3f} at {view.point(0)}): nothing "
+            "passes either way",
             advice_for(view, ADVICE),
             view.layout.name,
             records=self.config.baseline_records,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, flow_holding
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, flow_holding
 from flowscope.records import Record, RunHeader
 
 RELEASE = 0.75
@@ -15,6 +15,10 @@ FEW_TOKENS = 4.0
 """With fewer tokens an expert in a step, chance alone leaves experts out: e^-4 of them at 4, e^-.5 at one half."""
 SETTLING_RECORDS = 4
 """Untrained routers are uneven for a few steps, and a small batch leaves experts out by chance."""
+UNDECIDED = 0.98
+"""Scores of this entropy are as good as equal: which experts come first is a matter of the last digit, and changes."""
+UNDECIDED_RECORDS = 20
+"""So an undecided router must stay uneven for longer."""
 
 
 class ExpertCollapse(Detector):
@@ -57,8 +61,14 @@ class ExpertCollapse(Detector):
             "add a load-balancing loss, weight * experts * sum of share * probability (Switch: 0.01; a router that has "
             "collapsed already needed 0.1)",
             flow_holding(name, header),
-            records=SETTLING_RECORDS,
+            records=UNDECIDED_RECORDS if _undecided(record, beyond) else SETTLING_RECORDS,
         )
+
+
+def _undecided(record: Record, beyond: Flags) -> bool:
+    """Whether all routers beyond the limit give their experts (nearly) equal scores."""
+    entropy = record.metrics.get("route_entropy")
+    return entropy is not None and entropy.shape == beyond.shape and bool((entropy[beyond] > UNDECIDED).all())
 
 
 def _entropy(record: Record, where: int) -> str:

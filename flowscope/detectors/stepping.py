@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
+from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Detector, Finding, module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
@@ -13,12 +15,19 @@ UNMOVED_RECORDS = 3
 """Weights that did not move though nothing says why: one record may be a step that was left out."""
 ROUNDING = 1e-6
 """An expected change below this share of the weights may be lost to rounding: that is no stale optimizer."""
+CONVERGED = 1e-2
+"""Weights that moved under gradients a hundred times as large may stand still: a line search finds nothing better."""
 
 
 class StaleParameters(Detector):
     """The optimizer holds none of the parameters that get gradients, or its steps change none of them."""
 
     kind = "stale_parameters"
+
+    def __init__(self, config: WatchConfig) -> None:
+        super().__init__(config)
+        self._moved = 0.0
+        """The largest total gradient under which the weights moved."""
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""
@@ -46,7 +55,12 @@ class StaleParameters(Detector):
                 immediate=True,
             )
             return
-        if self._unmoved(record, learning & (held != 0)):
+        total = float(np.sqrt(np.square(norms[learning]).sum()))
+        if not self._unmoved(record, learning & (held != 0)):
+            ratio = record.metrics.get("update_ratio")
+            if ratio is not None and bool((ratio > 0).any()):
+                self._moved = max(self._moved, total)
+        elif total >= CONVERGED * self._moved:
             yield Finding(
                 self.kind,
                 module_of(name),
@@ -75,6 +89,14 @@ class StaleParameters(Detector):
         with np.errstate(all="ignore"):
             expected = rate * record.metrics["param_grad_norm"] / norm
         return bool((np.isnan(rate) | (expected > ROUNDING) | (norm == 0))[learning].any())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The largest gradient under which the weights moved."""
+        return {"moved": self._moved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._moved = state["moved"]
 
 
 class GradientAccumulates(Detector):

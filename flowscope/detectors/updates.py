@@ -44,7 +44,10 @@ class UpdateTooSmall(Detector):
             yield Finding(self.kind, level="unseen")
             yield Finding(self.kind, cause="precision", level="unseen")
             return
-        for finding in (self._slow(record, header, updates), self._rounded(record, header, updates)):
+        slow, rounded = self._slow(record, header, updates), self._rounded(record, header, updates)
+        if slow is not None and rounded is not None and rounded.level == "beyond":
+            slow = Finding(self.kind, level="unseen")  # what rounding swallows, a higher rate need not save
+        for finding in (slow, rounded):
             if finding is not None:
                 yield finding
 
