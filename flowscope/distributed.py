@@ -57,6 +57,7 @@ LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_
 OF_A_FLOW = frozenset({"grad_norm", "grad_rms", "gain", "gradient_product", "act_rms"})
 LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
 """What is read from whole matrices, of which a rank may hold a part."""
+UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
 
 
 class Ranks:
@@ -151,6 +152,8 @@ class Ranks:
             self._look()
             if not self._alone:
                 self._registered_at += 1  # a whole step must lie between: then all ranks have counted themselves
+        elif self.group is not None and self.group.uneven:
+            self._stay_alone(UNEVEN)
         elif self._ended >= self._registered_at and self.group is not None and self._in_step(self.group):
             device = self._device()
             if device.type == "cuda":
@@ -212,9 +215,10 @@ class Ranks:
         try:
             self._take(wait=True)
             ended.awaited = True
-            if sampled and self._others_left(self._entered):
+            uneven = self._party()[0].uneven
+            if uneven or (sampled and self._others_left(self._entered)):
                 self._since.append(ended)
-                self._give_up("another rank has closed its scope")
+                self._give_up(UNEVEN if uneven else "another rank has closed its scope")
                 return
             if sampled:
                 self._enter(ended)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks_models import batches, build, plain, share, train
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -210,6 +211,26 @@ def one_pauses() -> Result:
     return train(DistributedDataParallel(build()), share(batches(), rank()), after_step=pause)
 
 
+def uneven() -> Result:
+    """Two steps together, then inside of torch's Join four of the first rank and two of the second."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = share(batches(6), rank())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+        for batch in data[:2]:
+            step(*batch)
+        with Join([model]):
+            for batch in data[2 : 6 - 2 * rank()]:
+                step(*batch)
+        return {"flags": [record.flags for record in scope.records]}
+
+
 def closes_alone() -> Result:
     """The first rank reads and closes while the second still sleeps before its last step."""
     model = DistributedDataParallel(build())
@@ -329,6 +350,7 @@ SCENARIOS: dict[str, dict[str, Callable[[], Result]]] = {
         "own_pace": own_pace,
         "one_closes": one_closes,
         "one_pauses": one_pauses,
+        "uneven": uneven,
         "closes_alone": closes_alone,
         "in_sync": in_sync,
         "past_the_wrapper": past_the_wrapper,

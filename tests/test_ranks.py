@@ -282,6 +282,10 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
     assert "1 of 2 ranks observed this step" in first["records"][1]["notes"]
     for a, b in zip((first["records"][k] for k in (0, 2, 3)), second["records"], strict=True):
         np.testing.assert_array_equal(a["metrics"]["grad_norm"], b["metrics"]["grad_norm"])
+    # what runs out of batches enters no sum: inside of Join the records are each rank's own
+    first, second = results["uneven"]
+    assert first["flags"] == [[], [], *[["local"]] * 4]
+    assert second["flags"] == [[], [], *[["local"]] * 2]
     # the other rank slept for six seconds
     alone = results["closes_alone"][0]
     assert alone["seconds"] < 4.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class Group:
         replicas: how many ranks see batches of their own.
         averaged: over how many ranks gradients are averaged.
         states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
+        wrapper: the DDP module, where there is one.
     """
 
     process_group: Any
@@ -35,6 +37,7 @@ class Group:
     replicas: int
     averaged: float
     states: bool
+    wrapper: weakref.ref[nn.Module] | None = None
 
     @property
     def size(self) -> int:
@@ -50,6 +53,12 @@ class Group:
     def first(self) -> bool:
         """Whether this rank is the first of them."""
         return bool(dist.get_rank() == self.first_rank)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may run out of batches one by one: torch's `Join` shadows the wrapper's collectives only."""
+        wrapper = self.wrapper() if self.wrapper is not None else None
+        return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
     def sharing(self, parameters: list[Tensor | None], device: torch.device) -> Sharing:
         """This rank's share in the sum."""
@@ -81,7 +90,7 @@ def find_group(model: nn.Module) -> Group | None:
         if replicas is None:
             return Group(dist.group.WORLD, "", dist.get_world_size(), float(dist.get_world_size()), True)
         size = dist.get_world_size(replicas.process_group)
-        return Group(replicas.process_group, "DDP", size, float(size), True)
+        return Group(replicas.process_group, "DDP", size, float(size), True, weakref.ref(replicas))
     mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
     data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
     everyone = _group_of(mesh, data_parallel if replicas is not None else None)
@@ -93,7 +102,8 @@ def find_group(model: nn.Module) -> Group | None:
     size = dist.get_world_size(data_parallel)
     divisor = size if replicas is not None else _fsdp_divisor(model, data_parallel)
     states = first in dist.get_process_group_ranks(data_parallel)
-    return Group(everyone, "DDP" if replicas is not None else "FSDP2", size, float(divisor), states)
+    wrapper = weakref.ref(replicas) if replicas is not None else None
+    return Group(everyone, "DDP" if wrapper is not None else "FSDP2", size, float(divisor), states, wrapper)
 
 
 def _group_of(mesh: Any, replicas: Any) -> Any:
