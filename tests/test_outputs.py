@@ -133,11 +133,12 @@ def test_a_constant_output_is_zero_and_a_small_part_is_resolved() -> None:
 
 def test_large_outputs_are_sampled_evenly() -> None:
     torch.manual_seed(5)
+    a, b, c, d = torch.randn(150, 30, 70), torch.randn(9, 2, 3000), torch.randn(70, 2500), torch.randn(5, 6, 7, 8)
     for x, some in (
-        (x := torch.randn(150, 30, 70), x[::3, ::3][:, :10]),  # whole rows of features: 10 of the 30 positions
-        (x := torch.randn(9, 2, 3000), x[:, ::2, ::3].flatten(1)),
-        (x := torch.randn(70, 2500), x[::2, ::3]),
-        (x := torch.randn(5, 6, 7, 8), x),
+        (a, a[::3, ::3][:, :10]),  # whole rows of features: 10 of the 30 positions
+        (b, b[:, ::2, ::3].flatten(1)),
+        (c, c[::2, ::3]),
+        (d, d),
     ):
         assert some.shape[0] <= SAMPLES
         assert some.flatten(1).shape[1] <= ENTRIES
