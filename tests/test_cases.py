@@ -15,6 +15,7 @@ The numbers are those of public issues (which repository, which symptom: docs/tr
 | 13, 15 | create_graph=True, cycles, leaks | test_watch_cases: create_graph; test_watch_changes: ten_thousand |
 | 16 | torch.save and deepcopy while attached, spawned workers | test_watch_cases: saving_copying; here: spawned |
 | 18, 19 | scaled gradients, fused optimizers that unscale inside | test_watch_edges: scaled_gradients; test_precision |
+| 21, 22 | gradients of FSDP2's DTensors, norms that add up | test_ranks: sharded |
 | 24 | DataParallel and DDP | here: data_parallel; test_ranks |
 | 25 | a module used twice | test_watch_calls: a_relu_used_twice, a_module_called_three_times |
 | 26 | frozen backbone | test_watch_cases: a_frozen_backbone |
@@ -22,6 +23,8 @@ The numbers are those of public issues (which repository, which symptom: docs/tr
 | 28 | bf16, complex, integer and sparse parameters | test_watch_cases: parameters_of_every_kind; here: integer |
 | 29 | inf and NaN gradients | test_watch_cases: nonfinite_gradients; test_detectors_finiteness |
 | 31 | step time and memory that grow | test_watch_changes: ten_thousand; here: payload |
+| 33 | hyper-connections with NaN | test_connection_training: one_group; test_connections_manifold: overflow |
+| 34 | mixing matrices that stay where they start | test_connections_manifold: gets_gradient_and_moves |
 
 Axis letters: B batch, T tokens, D features.
 """
