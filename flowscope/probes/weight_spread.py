@@ -18,6 +18,8 @@ SMALLEST = 1e-18
 """The root mean square under which fp32 squares would vanish: such a matrix counts as zero."""
 NEGLIGIBLE = 1e-5
 """A gradient this far below the largest may be rounding alone: equal classes of a softmax cancel to it."""
+UNRELATED = 0.5
+"""Rows of a gradient this far apart are on their way to different functions; random biases alone part them by less."""
 
 
 def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = None) -> list[tuple[list[int], Tensor]]:
@@ -25,7 +27,7 @@ def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = N
 
     sqrt(mean over columns of the variance over rows / mean square) of the sampled entries: 0 where all rows are the
     same, about 1 for independent entries of mean 0, NaN for a matrix of zeros. With a gradient (not sparse, not
-    negligible beside the others), the larger of its spread and the weight's.
+    negligible beside the others) of a spread above UNRELATED, the larger of the two.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.Size, bool], list[tuple[int, Tensor, Tensor]]] = {}
     for number, matrix in matrices.items():
@@ -43,7 +45,7 @@ def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = N
             largest = torch.stack([size.max() for other, size in sizes.items() if other[0] == key[0]]).max()
             parting = torch.where(sizes[key] > NEGLIGIBLE * largest, _spread(changes[key]), torch.nan)
             # NaN is never larger, and stays where it was
-            spread[at] = torch.where(parting > spread[at], parting, spread[at])
+            spread[at] = torch.where(parting > spread[at].clamp_min(UNRELATED), parting, spread[at])
     return [(numbers, found) for (numbers, _), found in zip(groups, spread, strict=True)]
 
 
