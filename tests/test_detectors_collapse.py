@@ -169,6 +169,14 @@ def test_the_cosine_of_a_scalar_output_is_no_point(width, alerts):
     assert len(play(series, CHAIN)) == alerts
 
 
+@pytest.mark.parametrize(("size", "alerts"), [(40.0, 0), (1.0, 1)])
+def test_samples_as_far_apart_as_ever_beside_a_common_mode_that_grew_are_healthy(size, alerts):
+    """Targets with a large mean: cosines rise because |x| grows by 40, not because samples come closer."""
+    series = [samples(0, 0.5, 0.3, 0.2, 0.2, act_rms=[1.0] * 4)]
+    series += [samples(s, 0.5, 0.2, 2e-4, 2e-4, act_rms=[1.0, 1.0, size, size]) for s in range(1, 15)]
+    assert len(play(series, CHAIN)) == alerts
+
+
 def test_compared_embeddings_that_close_up_are_told_after_three_records():
     # runs twice a step: 1 - cos falls from .4 to under .02 at step 4
     series = [0.4, 0.3, 0.1, 0.05, 0.018, 0.015, 0.012, 0.012, *[0.03] * 4, *[0.2] * 3]

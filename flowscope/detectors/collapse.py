@@ -59,6 +59,38 @@ def sample_distance(view: FlowView) -> Array | None:
     return distance if distance.size >= 2 else None
 
 
+class CommonMode:
+    """Knows how far samples were apart at the start, by flow and point: |x|^2 (1 - cosine), in units of the activation.
+
+    Where they still are as far apart, they look alike because something they share has grown (a target's mean, the
+    logit of a frequent class): nothing is lost.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[Array, Array]] = {}
+
+    def grew(self, view: FlowView, points: int) -> bool:
+        """Whether it grew at the last so many points, where samples were less alike at the start. Learns the start."""
+        cosine, rms = view.get("sample_cosine"), view.get("act_rms")
+        if cosine is None or rms is None or cosine.shape != rms.shape:
+            return False
+        distance = 1 - cosine
+        apart = np.square(rms) * distance
+        first, usual = self._first.setdefault(view.layout.name, (distance, apart))
+        if first.shape != distance.shape or points == 0:
+            return False
+        shared = (distance < first) & (CLEARLY_LOWER * apart > usual)
+        return bool(shared[-points:].all())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The start, by flow."""
+        return {name: [pack(values) for values in first] for name, first in self._first.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._first = {name: (unpack(first), unpack(usual)) for name, (first, usual) in state.items()}
+
+
 class TokenCollapse(Detector):
     """All tokens of a sequence have become the same vector by the last points, and were not at the first."""
 
@@ -122,6 +154,7 @@ class RepresentationCollapse(Detector):
         self._first_to_input: dict[str, float] = {}
         self._widest: dict[str, float] = {}
         self._first_sizes: dict[str, list[Array]] = {}
+        self._common = CommonMode()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Three causes a flow: copies (cosines between layers), samples (between samples), code (an inner end)."""
@@ -171,9 +204,12 @@ class RepresentationCollapse(Detector):
         if distance is None:
             return Finding(self.kind, flow=name, cause="samples", level="unseen")
         last = float(distance[-1])
+        self._common.grew(view, 0)
         widest = self._widest[name] = max(self._widest.get(name, 0.0), last)
         limit = 1 - self.config.sample_cosine
         if (alike := samples_alike(distance, limit)) >= 2:
+            if self._common.grew(view, alike):
+                return Finding(self.kind, flow=name, cause="samples", level="near")
             return self._alike(view, distance, distance.size - alike, limit, self.config.baseline_records)
         limit, calls = 1 - self.config.embedding_cosine, view.get("forward_calls")
         compared = calls is not None and calls[-1] >= COMPARED_CALLS
@@ -237,6 +273,7 @@ class RepresentationCollapse(Detector):
             "to_input": dict(self._first_to_input),
             "widest": dict(self._widest),
             "sizes": {name: [pack(v) for v in rows] for name, rows in self._first_sizes.items()},
+            "common": self._common.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,6 +282,7 @@ class RepresentationCollapse(Detector):
         self._first_to_input = dict(state["to_input"])
         self._widest = dict(state["widest"])
         self._first_sizes = {name: [unpack(v) for v in rows] for name, rows in state["sizes"].items()}
+        self._common.load_state_dict(state["common"])
 
 
 class RankCollapse(Detector):
@@ -257,6 +295,7 @@ class RankCollapse(Detector):
     def __init__(self, config: WatchConfig) -> None:
         super().__init__(config)
         self._first_rank: dict[str, Array] = {}
+        self._common = CommonMode()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
@@ -266,6 +305,7 @@ class RankCollapse(Detector):
 
     def _judge(self, view: FlowView) -> Finding | None:
         rank, name = view.get("effective_rank"), view.layout.name
+        self._common.grew(view, 0)
         if rank is None or rank.size < 2:
             return Finding(self.kind, flow=name, level="unseen")
         first = self._first_rank.setdefault(name, rank.copy())
@@ -285,6 +325,8 @@ class RankCollapse(Detector):
         if trailing < needed:
             close = _trailing(rank < 1 + (limit - 1) * self.config.release_factor) >= needed
             return Finding(self.kind, flow=name, level="near") if close else None
+        if not from_start and self._common.grew(view, trailing):
+            return Finding(self.kind, flow=name, level="near")
         where = rank.size - trailing
         return Finding(
             self.kind,
@@ -303,11 +345,13 @@ class RankCollapse(Detector):
 
     def state_dict(self) -> dict[str, Any]:
         """The first ranks by flow."""
-        return {"rank": {name: pack(v) for name, v in self._first_rank.items()}}
+        first = {name: pack(v) for name, v in self._first_rank.items()}
+        return {"rank": first, "common": self._common.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._first_rank = {name: unpack(v) for name, v in state["rank"].items()}
+        self._common.load_state_dict(state["common"])
 
 
 class ConstantOutput(Detector):
