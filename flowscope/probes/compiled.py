@@ -28,7 +28,8 @@ NEVER_FIRED = (
     "no hook fired in flow {flow}, though its parameters got gradients: its points are not seen (that is not zero). "
     "Either the model, or another of its class, was compiled and called before flowscope.watch: call watch before the "
     "first compiled call, or torch.compiler.reset() right after watch. Or blocks are called as block.forward(x): call "
-    "block(x)"
+    "block(x). Gradients by torch.func (grad, vmap) are not seen either. In the first record only: watch came between "
+    "a step's forward and its optimizer"
 )
 
 Array = NDArray[np.float64]
