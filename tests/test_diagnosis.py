@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from torch import nn
 
 import flowscope
 from flowscope.config import WatchConfig
+from flowscope.detectors import Detector, DetectorSet, Finding
 from flowscope.detectors.replay import replay
 from flowscope.diagnosis import diagnose, follows, incidents, story
-from flowscope.records import Alert
+from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,3 +165,20 @@ def test_the_message_of_a_later_alert_names_the_first() -> None:
     assert [a.kind for a in found][:2] == ["vanishing_gradient", "non_finite"]
     assert "first:" not in found[0].message
     assert found[1].message.endswith(f"; first: vanishing_gradient at {found[0].where} (step 0)")
+
+
+def test_of_two_alerts_of_one_record_only_the_later_names_the_other() -> None:
+    config = WatchConfig()
+
+    class At(Detector):
+        def __init__(self, kind: str) -> None:
+            super().__init__(config)
+            self.kind = kind  # type: ignore[misc]
+
+        def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+            yield Finding(self.kind, "", "error", 2.0, 1.0, f"{self.kind} is beyond", "", immediate=True)
+
+    detectors = DetectorSet(config, [At("cause"), At("effect")])
+    first, second = detectors.check(Record(step=5, metrics={}), RunHeader("0", (), {}))
+    assert first.message == "cause is beyond"
+    assert second.message == "effect is beyond; first: cause (step 5)"

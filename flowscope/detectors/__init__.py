@@ -36,7 +36,6 @@ DETECTORS: tuple[type[Detector], ...] = (
     ParametersNotOptimized,
     GradientAccumulates,
     OverClipped,
-    UpdateTooLarge,
     Symmetry,
     TokenCollapse,
     DeadUnits,
@@ -49,6 +48,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     SolverCost,
     VanishingGradient,
     ExplodingGradient,
+    UpdateTooLarge,
     RepresentationCollapse,
     RankCollapse,
     ConstantOutput,
@@ -58,7 +58,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradientSpike,
     LossPlateau,
 )
-"""In the order they are asked: a cause before what it explains."""
+"""In the order they are asked: a cause before what it explains, and gradients before the update they make."""
 
 FINITE = frozenset({NonFinite.kind})
 Cause = tuple[str, str | None, str]
@@ -106,9 +106,10 @@ class DetectorSet:
                 out += self._ledger.update(detector.name, findings, record.step)
             if finite:
                 spoilt = self._spoilt(found)
-        for alert in out:
+        for n, alert in enumerate(out):
             if alert.state == "raised":
-                alert.message += follows(alert, self.standing)
+                later = {id(other) for other in out[n:]}
+                alert.message += follows(alert, [other for other in self.standing if id(other) not in later])
         return out
 
     def _spoilt(self, found: set[Cause]) -> bool:

@@ -144,7 +144,8 @@ class NoGradient(Detector):
             float(count),
             0.0,
             f"{count} trainable parameters got no gradient, the first is {name}",
-            "if the module is meant to be used, call it in forward; else remove it or set requires_grad_(False)",
+            "if the module is meant to learn, call it in forward, outside torch.no_grad() and with its result in the "
+            "loss; else remove it or set requires_grad_(False)",
             cause="unused",
         )
 
