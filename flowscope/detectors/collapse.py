@@ -134,8 +134,9 @@ class TokenCollapse(Detector):
             f"the mean cosine between different tokens of a sequence is {1 - distance[-1]:.5f} at the last of "
             f"{places} and {1 - distance[0]:.3f} at {view.row('token_cosine', 0)} (limit {1 - limit:.4f}, "
             f"crossed at {view.row('token_cosine', where)}): what tells tokens apart is lost",
-            "lower the learning rate or lengthen its warm-up; keep a residual path around attention; if the blocks are "
-            'post-norm, make them pre-norm or call flowscope.wrap(model, mode="keel")',
+            'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate '
+            "or a longer warm-up did not help at 24 blocks); else lower the learning rate, and keep a residual path "
+            "around attention",
             view.layout.name,
             immediate=severity == "error",
         )

@@ -35,8 +35,8 @@ ADVICE = {
     "gated": "nothing to do if the last steps suffice; an LSTM's forget-gate bias of 1 lets the gradient reach back",
     "chain": "initialise by He (ReLU) or Xavier (tanh), use an activation that does not saturate, or add residual "
     "connections or normalisation",
-    "stack": "lower the learning rate or lengthen its warm-up; if the blocks are post-norm, make them pre-norm or call "
-    'flowscope.wrap(model, mode="keel")',
+    "stack": 'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate '
+    "or a longer warm-up did not help at 24 blocks); else lower the learning rate",
     "network": "initialise by He or Xavier, add normalisation, or residual connections around the stages",
 }
 EXPLODING_ADVICE = {
