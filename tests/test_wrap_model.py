@@ -15,7 +15,7 @@ import wrap_models as models
 from torch import nn
 from wrap_models import D
 
-from flowscope.discovery.sites import find_sites
+from flowscope.discovery.sites import find_sites, plan_sites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
 
@@ -240,6 +240,30 @@ def test_unwrap_says_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     unwrap(model)
     (message,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "1 connections were trained" in message
+
+
+class Busy(nn.Module):
+    """Uses many tensors and frees them all."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        used = [x * 1.0 for _ in range(500)]
+        return self.block(sum(used) / len(used))
+
+
+def test_tensors_freed_outside_the_blocks_do_not_part_them() -> None:
+    """A tensor used between two wrapped stretches is freed, and its id given to what the next block returns."""
+    model, x = models.Stack(models.PreNormBlock, 4), models.hidden_states()
+    model.blocks[1] = Busy(model.blocks[1])
+    plan, _ = plan_sites(model, x, ["blocks.0", "blocks.[23]"])
+    assert [(b.path, b.first, b.last) for b in plan.blocks] == [
+        ("blocks.0", True, True),
+        ("blocks.2", True, False),
+        ("blocks.3", False, True),
+    ]
 
 
 def test_where_takes_patterns() -> None:

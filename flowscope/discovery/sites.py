@@ -148,7 +148,8 @@ class ModelTrace:
 
     traced: dict[str, TracedBlock] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
-    seen_outside: set[int] = field(default_factory=set)  # tensors that code outside the blocks looked at
+    # what code outside the blocks looked at, by id, and kept: a freed tensor's id would be given again
+    seen_outside: dict[int, Tensor] = field(default_factory=dict)
     output: Any = None
 
 
@@ -232,14 +233,14 @@ def parents(path: str) -> Iterator[str]:
 class OutsideUse(TorchFunctionMode):
     """Notes which tensors are used while no block runs."""
 
-    def __init__(self, seen: set[int]) -> None:
+    def __init__(self, seen: dict[int, Tensor]) -> None:
         super().__init__()
         self.seen = seen
         self.inside = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":
-            self.seen.update(id(x) for x in flatten((args, kwargs or {})))
+            self.seen.update({id(x): x for x in flatten((args, kwargs or {}))})
         return func(*args, **(kwargs or {}))
 
 
@@ -270,21 +271,21 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
         trace.output = run(*call[0], **call[1])
-    trace.seen_outside.update(id(x) for x in flatten(trace.output))
+    trace.seen_outside.update({id(x): x for x in flatten(trace.output)})
     return trace
 
 
 def note_run(
     trace: ModelTrace, path: str, traced: TracedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> set[int]:
-    """Record a block's call; return the ids of what it takes besides the carry."""
+) -> dict[int, Tensor]:
+    """Record a block's call; return what it takes besides the carry, by id."""
     key = traced.argument
     carry_in = kwargs[key] if isinstance(key, str) else args[key]
     carry_out = output if traced.output is None else output[traced.output]
     trace.runs.append(Run(path, carry_in, carry_out))
-    others = [id(x) for x in flatten((args, kwargs))]
-    others.remove(id(carry_in))  # once: it may be given a second time, as query and key
-    return set(others)
+    others = list(flatten((args, kwargs)))
+    del others[next(i for i, x in enumerate(others) if x is carry_in)]  # once: it may come twice, as query and key
+    return {id(x): x for x in others}
 
 
 @contextlib.contextmanager
