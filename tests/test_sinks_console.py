@@ -126,9 +126,16 @@ def test_default_stream_is_the_stdout_of_the_moment(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
-def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    ConsoleSink().write(ALERT)
+def test_without_stdout_it_is_silent_until_there_is_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = ConsoleSink()
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", None)
+        sink.write(ALERT)
+    assert capsys.readouterr() == ("", "")
+    sink.write(ALERT)
+    assert capsys.readouterr() == (f"{ALERT}\n", "")
 
 
 def test_profiles_side_by_side_by_hand() -> None:
