@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -142,28 +144,26 @@ def copied_streams(draw: Draw) -> Program:
     return program
 
 
-@case("T10", "unconstrained mixing that amplifies with depth", "mixing_gain", "exploding_gradient")
-def amplifying(draw: Draw) -> Program:
+def mixing(draw: Draw, change: Callable[[torch.Tensor, float], torch.Tensor]) -> Program:
+    """Pre-LN with hyper-connections whose matrices of the carried streams are changed by a factor over the depth."""
     depth = draw.pick("depth", 12, 10, 14)
     model = Decoder("pre", depth)
     flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
     total = draw.factor("total", 3e4, 3)
     with torch.no_grad():
         for static in hyper_sites(model):
-            static[1:-1].mul_(total ** (1 / (2 * depth)))
+            change(static[1:-1], total ** (1 / (2 * depth)))
     return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
+
+
+@case("T10", "unconstrained mixing that amplifies with depth", "mixing_gain", "exploding_gradient")
+def amplifying(draw: Draw) -> Program:
+    return mixing(draw, torch.Tensor.mul_)
 
 
 @case("T11", "mixing that loses the carried state", "mixing_gain", "vanishing_gradient")
 def forgetting(draw: Draw) -> Program:
-    depth = draw.pick("depth", 12, 10, 14)
-    model = Decoder("pre", depth)
-    flowscope.wrap(model, mode=draw.pick("mode", "shc", "dhc"), streams=draw.pick("streams", 4, 3))
-    total = draw.factor("total", 3e4, 3)
-    with torch.no_grad():
-        for static in hyper_sites(model):
-            static[1:-1].div_(total ** (1 / (2 * depth)))
-    return decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 60, place=names("blocks"))
+    return mixing(draw, torch.Tensor.div_)
 
 
 @case("T12", "Pre-LN whose embedding is scaled in place at every step: blocks add nothing", "representation_collapse")
