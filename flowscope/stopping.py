@@ -6,7 +6,7 @@ A trainer has a way to stop after the current step, with its checkpoints and rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flowscope.errors import StopTraining
@@ -24,8 +24,8 @@ class StopSink:
     every_rank = True
     """All ranks see the same alerts at the same step, and all have to stop."""
 
-    def __init__(self, stop_on: str | Iterable[str] | None, stop: Callable[[Alert], object]) -> None:
-        self._stop_on = frozenset([stop_on] if isinstance(stop_on, str) else stop_on or ())
+    def __init__(self, stop_on: Iterable[str], stop: Callable[[Alert], object]) -> None:
+        self._stop_on = frozenset(stop_on)
         self._stop = stop
 
     def write(self, event: Event) -> None:
@@ -54,9 +54,27 @@ class _Translated:
         return getattr(self._action, name)
 
 
-def translated(
-    on_alert: AlertAction | Iterable[AlertAction] | None, stop: Callable[[Alert], object]
-) -> list[AlertAction]:
-    """The callables, their `StopTraining` translated into `stop(alert)`."""
-    given = [on_alert] if callable(on_alert) else list(on_alert or ())
-    return [_Translated(action, stop) for action in given]
+def listed(given: Any) -> list[Any]:
+    """What may be given alone, in an iterable or not at all (`on_alert`, `stop_on`), as a list."""
+    return [given] if callable(given) or isinstance(given, str) else list(given or ())
+
+
+def with_stop(
+    options: Mapping[str, Any],
+    stop: Callable[[Alert], object],
+    on_alert: AlertAction | Iterable[AlertAction] | None,
+    stop_on: str | Iterable[str] | None,
+) -> dict[str, Any]:
+    """The arguments of `flowscope.watch` with which alerts end a run the trainer's way.
+
+    Args:
+        options: the other arguments.
+        stop: called with the alert where `stop_on` names it, or where one of `on_alert` raises `StopTraining`.
+        on_alert: as in `flowscope.watch`.
+        stop_on: alert kinds or severities.
+    """
+    return {
+        **options,
+        "on_alert": [_Translated(action, stop) for action in listed(on_alert)],
+        "sinks": [*options.get("sinks", ()), StopSink(listed(stop_on), stop)],
+    }

@@ -14,7 +14,7 @@ from torch import nn
 import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, StopSink, translated
+from flowscope.stopping import AlertAction, with_stop
 
 try:
     from accelerate import Accelerator
@@ -58,6 +58,5 @@ def watch(
     if options.get("log_dir") is None:
         folders = [tracker.logging_dir for tracker in accelerator.trackers if tracker.name == "tensorboard"]
         options["log_dir"] = folders[0] if folders else None
-    options["sinks"] = [*options.get("sinks", ()), StopSink(stop_on, stop)]
     inner = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return flowscope.watch(inner, optimizer, on_alert=translated(on_alert, stop), **options)
+    return flowscope.watch(inner, optimizer, **with_stop(options, stop, on_alert, stop_on))

@@ -16,7 +16,7 @@ import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.model_loss import ModelLoss
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, StopSink, translated
+from flowscope.stopping import AlertAction, listed, with_stop
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -63,8 +63,7 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
         self.scope: flowscope.Scope | None = None
         self._mode = mode
         self._options = {"log_dir": log_dir, "every": every, **watch_options}
-        self._on_alert = [on_alert] if callable(on_alert) else list(on_alert or ())
-        self._stop_on = [stop_on] if isinstance(stop_on, str) else list(stop_on or ())
+        self._on_alert, self._stop_on = listed(on_alert), listed(stop_on)
         self._stop_asked = False
         self._loss: ModelLoss | None = None
 
@@ -88,12 +87,10 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
         self._stop_asked = False
         inner = getattr(optimizer, "optimizer", optimizer)
         options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
-        options["sinks"] = [*options.get("sinks", ()), StopSink(self._stop_on, self._ask_stop)]
         self.scope = flowscope.watch(
             model,
             inner if isinstance(inner, torch.optim.Optimizer) else None,
-            on_alert=translated(self._on_alert, self._ask_stop),
-            **options,
+            **with_stop(options, self._ask_stop, self._on_alert, self._stop_on),
         )
         self._loss = ModelLoss(model)
         # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours

@@ -15,7 +15,7 @@ from torch import nn
 import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, StopSink, translated
+from flowscope.stopping import AlertAction, with_stop
 
 try:
     from ignite.engine import Engine, Events
@@ -59,8 +59,7 @@ def attach(
             scope.step(loss=output_transform(engine.state.output))
 
     options = {"scaler": getattr(engine.state, "scaler", None), **watch_options}
-    options["sinks"] = [*options.get("sinks", ()), StopSink(stop_on, stop)]
-    scope = flowscope.watch(model, optimizer, on_alert=translated(on_alert, stop), **options)
+    scope = flowscope.watch(model, optimizer, **with_stop(options, stop, on_alert, stop_on))
     engine.add_event_handler(Events.ITERATION_COMPLETED, completed)
     engine.add_event_handler(Events.COMPLETED, scope.close)
     return scope

@@ -14,7 +14,7 @@ import torch
 import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, StopSink, translated
+from flowscope.stopping import AlertAction, listed, with_stop
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -60,8 +60,7 @@ class FlowscopeCallback(Callback):
         self._mode = mode
         self._log_dir = log_dir
         self._every = every
-        self._on_alert = [on_alert] if callable(on_alert) else list(on_alert or ())
-        self._stop_on = [stop_on] if isinstance(stop_on, str) else list(stop_on or ())
+        self._on_alert, self._stop_on = listed(on_alert), listed(stop_on)
         self._watch_options = watch_options
         self._restored: dict[str, Any] = {}
         self._loss_comes_early = False
@@ -82,14 +81,12 @@ class FlowscopeCallback(Callback):
         # a scaler has multiplied the loss before `on_before_backward`
         self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
         options = {"scaler": scaler, **self._watch_options}
-        options["sinks"] = [*options.get("sinks", ()), StopSink(self._stop_on, stop)]
         self.scope = flowscope.watch(
             pl_module,
             trainer.optimizers or None,
             log_dir=self._find_log_dir(trainer),
             every=self._every,
-            on_alert=translated(self._on_alert, stop),
-            **options,
+            **with_stop(options, stop, self._on_alert, self._stop_on),
         )
         if self._restored:
             self.scope.load_state_dict(self._restored)
