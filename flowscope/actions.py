@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowscope.errors import FlowscopeError, StopTraining
 from flowscope.faults import LOGGER
-from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.records import SERIOUS, Alert, Event, Record, RunHeader
 from flowscope.sinks.jsonl import JsonlSink
 
 if TYPE_CHECKING:
     from flowscope.scope import Scope
 
 SEVERITIES = ("info", "warning", "error")
-SERIOUS = ("warning", "error")
 
 
 class Action(ABC):

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flowscope.records import Alert
+from flowscope.records import SERIOUS, Alert
 
 SHOWN = 4
 """How many incidents a story names."""
-SERIOUS = ("warning", "error")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from flowscope.errors import FlowscopeError
 
 Severity = Literal["info", "warning", "error"]
+SERIOUS: tuple[Severity, ...] = ("warning", "error")
+"""Severities of what is wrong; an info only describes."""
 Key = str | tuple[str, str]
 
 

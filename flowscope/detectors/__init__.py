@@ -26,7 +26,7 @@ from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSm
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
 from flowscope.faults import Faults
-from flowscope.records import Alert, Record, RunHeader
+from flowscope.records import SERIOUS, Alert, Record, RunHeader
 
 DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
@@ -100,7 +100,7 @@ class DetectorSet:
                 continue
             if findings:
                 findings = [self._explained(finding, detector, found) for finding in findings]
-                serious = (f for f in findings if f.level == "beyond" and f.severity != "info")
+                serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
                 found |= {(finding.kind, finding.flow, finding.severity) for finding in serious}
             if findings or self._ledger.entries:
                 out += self._ledger.update(detector.name, findings, record.step)

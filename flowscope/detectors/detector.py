@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.config import WatchConfig
-from flowscope.records import Alert, FlowLayout, Record, RunHeader, Severity, metric_key
+from flowscope.records import SERIOUS, Alert, FlowLayout, Record, RunHeader, Severity, metric_key
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 AlertKey = tuple[str, str, str]
-SERIOUS: tuple[Severity, ...] = ("warning", "error")
 
 
 @dataclass(frozen=True)
