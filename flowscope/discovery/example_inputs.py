@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowscope.discovery.structure import outermost, required_arguments
 from flowscope.errors import FlowscopeError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,12 +54,8 @@ def default_calls(model: Any) -> list[Call]:
 
 def runnable(model: nn.Module) -> nn.Module:
     """Return what `default_calls` can run: the model, or the one transformers model inside it (a Lightning module)."""
-    found: list[str] = []
-    for path, module in model.named_modules():
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if not inside and hasattr(module, "dummy_inputs") and hasattr(module, "config"):
-            found.append(path)
-    return model.get_submodule(found[0]) if len(found) == 1 else model
+    found = [module for _, module in outermost(model, lambda m: hasattr(m, "dummy_inputs") and hasattr(m, "config"))]
+    return found[0] if len(found) == 1 else model
 
 
 def block_calls(block: nn.Module) -> Iterator[Call]:
@@ -67,9 +63,7 @@ def block_calls(block: nn.Module) -> Iterator[Call]:
 
     One for each argument without a default: the layer of a decoder also takes what its cross-attention reads.
     """
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = inspect.signature(block.forward).parameters.values()
-    required = sum(a.kind in positional and a.default is a.empty for a in arguments) or 1
+    required = len(required_arguments(block)) or 1
     linear: list[int] = []
     channels: list[int] = []
     for module in block.modules():

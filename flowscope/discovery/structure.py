@@ -7,7 +7,7 @@ import inspect
 import numbers
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -105,6 +105,15 @@ def is_time(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.is_floating_point()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[Named]:
+    """The modules that fit, none inside another of them."""
+    taken: list[str] = []
+    for path, module in model.named_modules():
+        if not any(not outer or path.startswith(outer + ".") for outer in taken) and wanted(module):
+            taken.append(path)
+            yield path, module
 
 
 def is_ours(module: nn.Module) -> bool:

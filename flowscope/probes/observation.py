@@ -15,7 +15,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.gates import find_gates
 from flowscope.discovery.hyper_connections import by_flow, find_hyper_connections
 from flowscope.discovery.plan import FlowPlan
-from flowscope.discovery.structure import is_dynamics
+from flowscope.discovery.structure import is_dynamics, outermost
 from flowscope.faults import LOGGER
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
@@ -35,7 +35,7 @@ from flowscope.probes.recurrent import Replay
 from flowscope.probes.routing import RoutingObserver, find_routers
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
-from flowscope.probes.solvers import SolverObserver, outermost
+from flowscope.probes.solvers import SolverObserver
 from flowscope.probes.statistics import COLUMNS
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.trajectories import TrajectoryObserver

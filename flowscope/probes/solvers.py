@@ -11,7 +11,6 @@ Four kinds are recognised, by what they do and not by one library's class:
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
-from flowscope.discovery.structure import is_dynamics, is_time, required_arguments
+from flowscope.discovery.structure import is_dynamics, is_time, outermost, required_arguments
 from flowscope.probes.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
@@ -46,15 +45,6 @@ def _is_map(module: nn.Module) -> bool:
     """Whether a module may be iterated to a fixed point: forward(z, x, ...)."""
     names = required_arguments(module)
     return len(names) >= 2 and names[0] in _STATES and not isinstance(module, nn.RNNCellBase)
-
-
-def outermost(model: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that fit, none inside another of them."""
-    taken: list[str] = []
-    for path, module in model.named_modules():
-        if not any(not outer or path.startswith(outer + ".") for outer in taken) and wanted(module):
-            taken.append(path)
-            yield path, module
 
 
 @dataclass
