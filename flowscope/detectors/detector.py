@@ -199,6 +199,17 @@ def _label(names: Sequence[str], index: int) -> str:
     return names[index] if 0 <= index < len(names) else f"row {index}"
 
 
+def labels_of(record: Record, header: RunHeader, metric: str) -> tuple[str, ...]:
+    """The labels of a metric's entries, the record's own before the header's; empty where neither has any."""
+    return record.metric_labels.get(metric) or header.labels.get(metric, ())
+
+
+def label_of(record: Record, header: RunHeader, metric: str, index: int, what: str) -> str:
+    """The label of entry `index` of a metric; `what` and its number where there is none."""
+    labels = labels_of(record, header, metric)
+    return labels[index] if index < len(labels) else f"{what} {index}"
+
+
 def parameter_name(record: Record, header: RunHeader, index: int) -> str:
     """The path of entry `index` of the parameter metrics."""
     for labels in (record.metric_labels, header.labels):

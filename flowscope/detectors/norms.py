@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Detector, Finding
+from flowscope.detectors.detector import Detector, Finding, label_of
 from flowscope.records import Record, RunHeader
 
 GAP_RECORDS = 3
@@ -32,9 +32,7 @@ class TrainEvalGap(Detector):
             if value > limit / self.config.release_factor:
                 yield Finding(self.kind, level="near")
             return
-        labels = record.metric_labels.get("norm_gap") or header.labels.get("norm_gap", ())
-        where = labels[worst] if worst < len(labels) else f"module {worst}"
-        count = int((gaps > limit).sum())
+        where, count = label_of(record, header, "norm_gap", worst, "module"), int((gaps > limit).sum())
         yield Finding(
             self.kind,
             where,

@@ -27,9 +27,7 @@ class RankDesync(Detector):
             if value > limit / self.config.release_factor:
                 yield Finding(self.kind, level="near")
             return
-        labels = record.metric_labels.get("rank_gap") or header.labels.get("rank_gap", ())
-        where = labels[worst] if worst < len(labels) else parameter_name(record, header, worst)
-        count = int((gaps > limit).sum())
+        where, count = parameter_name(record, header, worst), int((gaps > limit).sum())
         yield Finding(
             self.kind,
             where,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, flow_holding
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, flow_holding, label_of
 from flowscope.records import Record, RunHeader
 
 RELEASE = 0.75
@@ -45,9 +45,8 @@ class ExpertCollapse(Detector):
             if bool((level > RELEASE).any()):
                 yield Finding(self.kind, level="near")
             return
-        labels = record.metric_labels.get("route_dead") or header.labels.get("route_dead", ())
         where = int(np.argmax(beyond))
-        name = labels[where] if where < len(labels) else f"router {where}"
+        name = label_of(record, header, "route_dead", where, "router")
         by_dead = dead[where] / config.expert_dead >= violation[where] / config.expert_violation
         yield Finding(
             self.kind,

@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, pack, unpack
+from flowscope.detectors.detector import Array, Detector, Finding, label_of, pack, unpack
 from flowscope.records import Record, RunHeader
 
 HOPELESS = 10.0
 """A residual beyond its limit by this factor is no fixed point at all: an error at once."""
-
-
-def solver(record: Record, header: RunHeader, metric: str, index: int) -> str:
-    """The label of entry `index` of a solver metric."""
-    labels = record.metric_labels.get(metric) or header.labels.get(metric, ())
-    return labels[index] if index < len(labels) else f"solver {index}"
 
 
 class SolverCost(Detector):
@@ -52,7 +46,7 @@ class SolverCost(Detector):
             if growth[where] > 1 + (limit - 1) / self.config.release_factor:
                 yield Finding(self.kind, level="near")
             return
-        name = solver(record, header, "solver_nfe", where)
+        name = label_of(record, header, "solver_nfe", where, "solver")
         yield Finding(
             self.kind,
             name,
@@ -102,7 +96,7 @@ class SolverUnconverged(Detector):
             word = "no contraction" if radius[where] >= 1 else "a slow contraction"
             told = f"; its Jacobian's spectral radius is {radius[where]:.2f}: {word}"
         certain = worst > HOPELESS * limit
-        name = solver(record, header, "solver_residual", where)
+        name = label_of(record, header, "solver_residual", where, "solver")
         yield Finding(
             self.kind,
             name,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, FlowGroup, FlowGroups, module_of
+from flowscope.detectors.detector import Array, Detector, Finding, FlowGroup, FlowGroups, label_of, labels_of, module_of
 from flowscope.records import Record, RunHeader
 
 RELEASE = 0.75
@@ -29,7 +29,7 @@ class ShareOfUnits(Detector):
         """One finding a flow at most."""
         metric = next((name for name in self.metrics if name in record.metrics), self.metrics[-1])
         values = record.metrics.get(metric)
-        labels = tuple(record.metric_labels.get(metric) or header.labels.get(metric, ()))
+        labels = labels_of(record, header, metric)
         seen = values is not None and values.size == len(labels)
         for group in self._groups.of(labels, header) if seen else self._groups.known:
             shares = values[group.rows] if seen and values is not None else None
@@ -119,9 +119,8 @@ class Symmetry(Detector):
             if bool((spread < limit * self.config.release_factor).any()):
                 yield Finding(self.kind, level="near")
             return
-        labels = record.metric_labels.get("weight_spread") or header.labels.get("weight_spread", ())
         first, count = int(np.argmax(alike)), int(alike.sum())
-        name = labels[first] if first < len(labels) else f"matrix {first}"
+        name = label_of(record, header, "weight_spread", first, "matrix")
         yield Finding(
             self.kind,
             module_of(name),
