@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.faults.case import Batch, Catalogue, Draw, Program, Shown, batches, names, plain_step, supervised
-from benchmarks.faults.data import diabetes, digits, markov
-from benchmarks.faults.models import Decoder, chain, he, square_loss, word_loss
+from benchmarks.faults.data import diabetes, digits
+from benchmarks.faults.models import Decoder, chain, he, square_loss
+from benchmarks.faults.transformers import decoder
 
 case = Catalogue("collapse")
 REPRESENTATION = ("representation_collapse", "rank_collapse", "constant_output")
@@ -125,9 +126,7 @@ def bare_attention(draw: Draw) -> Program:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=std)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 1e-3, 1.5))
-    step = plain_step(model, optimizer, markov(32, 16, draw.seed), word_loss)
-    program = Program(model, optimizer, step, 250, place=names("blocks"))
+    program = decoder(draw, model, draw.factor("lr", 1e-3, 1.5), 250, 32, place=names("blocks"))
     program.shows = lambda shown: None if shown.last_loss > 2.3 else f"loss {shown.last_loss:.2f}"
     return program
 

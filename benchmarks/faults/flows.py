@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from benchmarks.faults.case import Catalogue, Draw, Program, Shown, above, names, supervised
 from benchmarks.faults.data import digits
-from benchmarks.faults.models import Decoder, class_loss
+from benchmarks.faults.models import Decoder, class_loss, word_loss
 from benchmarks.faults.transformers import decoder, learned
 
 case = Catalogue("experts and solvers")
@@ -47,17 +47,11 @@ def mixture(draw: Draw, bias: float, balance: float) -> Program:
     model = Decoder("pre", draw.pick("depth", 3, 2, 4), mlp=lambda width: Experts(width, count))
     for block in model.blocks:
         block.mlp.router.bias.data[draw.pick("expert", 1, 0, 2)] += bias
-    program = decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 150)
-    optimizer = program.optimizer
-    from benchmarks.faults.case import plain_step
-    from benchmarks.faults.data import markov
-    from benchmarks.faults.models import word_loss
 
     def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return word_loss(model, batch) + balance * sum(block.mlp.penalty for block in model.blocks)
 
-    program.step = plain_step(model, optimizer, markov(16, 16, draw.seed), loss_of)
-    return program
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 150, loss=loss_of)
 
 
 @case("X01", "router that sends every word to one expert", "expert_collapse")

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.faults.case import Batch, Catalogue, Draw, Program, below, names, not_finite, plain_step, supervised
-from benchmarks.faults.data import circles, digits, markov
-from benchmarks.faults.models import Decoder, Exponential, RowNorm, chain, class_loss, word_loss
+from benchmarks.faults.case import Batch, Catalogue, Draw, Program, below, names, not_finite, supervised
+from benchmarks.faults.data import circles, digits
+from benchmarks.faults.models import Decoder, Exponential, RowNorm, chain, class_loss
+from benchmarks.faults.transformers import decoder
 
 case = Catalogue("numbers")
 KIND = "non_finite"
@@ -96,17 +97,15 @@ def bad_weight(draw: Draw) -> Program:
     block = draw.pick("block", 2, 1, 3)
     model = Decoder(draw.pick("norm", "pre", "post"), depth)
     bad = draw.step("step", 43, 21, 68)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def before(k: int) -> None:
         if k == bad:
             with torch.no_grad():
                 model.blocks[block].attention.out.weight[3, 5] = math.inf
 
-    step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss, before=before)
     # off the sampled steps the alert names "forward" and the step; on them the weight or the block
     place = rf"blocks\.{block}(\..*)?|" + names("final", "head") + "|"
-    return Program(model, optimizer, step, 90, None, not_finite, bad, place)
+    return decoder(draw, model, 1e-3, 90, before=before, shows=not_finite, first=bad, place=place)
 
 
 @case("N03", "a mask that hides every word from one", KIND)
@@ -114,7 +113,6 @@ def masked_out(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 4, 3, 6))
     bad = draw.step("step", 37, 21, 55)
     block = draw.pick("block", 1, 0, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     attention = model.blocks[block].attention
     plain = attention.forward
     state = {"step": 0}
@@ -132,6 +130,5 @@ def masked_out(draw: Draw) -> Program:
     def before(k: int) -> None:
         state["step"] = k
 
-    step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss, before=before)
     place = rf"blocks\.{block}(\..*)?|" + names("final", "head") + "|"
-    return Program(model, optimizer, step, 80, None, not_finite, bad, place)
+    return decoder(draw, model, 1e-3, 80, before=before, shows=not_finite, first=bad, place=place)

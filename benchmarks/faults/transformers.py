@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flowscope
-from benchmarks.faults.case import Catalogue, Draw, Program, names, plain_step
+from benchmarks.faults.case import Catalogue, Draw, Loss, Program, names, plain_step
 from benchmarks.faults.data import markov
 from benchmarks.faults.models import Decoder, word_loss
 
@@ -17,10 +17,20 @@ BLIND = ("token_collapse", "vanishing_gradient", "rank_collapse", "representatio
 BLOCKS = names("embed", "blocks", "final")
 
 
-def decoder(draw: Draw, model: nn.Module, lr: float, steps: int, batch: int = 16, lag: int = 1, **known) -> Program:
+def decoder(
+    draw: Draw,
+    model: nn.Module,
+    lr: float,
+    steps: int,
+    batch: int = 16,
+    lag: int = 1,
+    loss: Loss = word_loss,
+    before: Callable[[int], None] | None = None,
+    **known,
+) -> Program:
     """AdamW, the Markov chain's words."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    step = plain_step(model, optimizer, markov(batch, 16, draw.seed, lag), word_loss)
+    step = plain_step(model, optimizer, markov(batch, 16, draw.seed, lag), loss, before=before)
     return Program(model, optimizer, step, steps, **known)
 
 

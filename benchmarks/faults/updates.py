@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from benchmarks.faults.case import Batch, Catalogue, Draw, Program, Shown, above, below, names, plain_step, supervised
 from benchmarks.faults.data import digits, images, markov
 from benchmarks.faults.models import Decoder, chain, class_loss, convnet, word_loss
+from benchmarks.faults.transformers import decoder
 
 case = Catalogue("updates and loss")
 ANY = r".*"
@@ -118,9 +119,7 @@ def rounded_decoder(draw: Draw) -> Program:
 @case("V04", "a rate of 1 for AdamW", "update_too_large", "loss_spike", "exploding_gradient", "non_finite")
 def thrown(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 6, 4, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 1.0, 1.5))
-    step = plain_step(model, optimizer, markov(32, 16, draw.seed), word_loss)
-    program = Program(model, optimizer, step, 100, place=ANY)
+    program = decoder(draw, model, draw.factor("lr", 1.0, 1.5), 100, 32, place=ANY)
     program.shows = lambda shown: None if not shown.last_loss < 2.4 else f"loss {shown.last_loss:.2f}"
     return program
 

@@ -11,6 +11,7 @@ import flowscope
 from benchmarks.faults.case import Catalogue, Draw, Program, below, names, plain_step, supervised
 from benchmarks.faults.data import digits, images, markov
 from benchmarks.faults.models import Decoder, chain, class_loss, convnet, word_loss
+from benchmarks.faults.transformers import decoder
 
 case = Catalogue("wiring")
 
@@ -75,9 +76,7 @@ def detached_decoder(draw: Draw) -> Program:
     model = Decoder(draw.pick("norm", "pre", "post"), depth)
     cut = draw.pick("cut", 2, 1)
     model.blocks[cut].register_forward_hook(lambda module, args, output: output.detach())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 2e-3, 1.5))
-    step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss)
-    return Program(model, optimizer, step, 80, place=names(rf"blocks\.{cut}"))
+    return decoder(draw, model, draw.factor("lr", 2e-3, 1.5), 80, place=names(rf"blocks\.{cut}"))
 
 
 class TwoPart(nn.Module):
