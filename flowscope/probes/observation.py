@@ -227,22 +227,23 @@ class Observation:
 
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
-        self._aside.clear()
-        self.buffer.clear()
+        self._drop_sums()
         for site in self.sites:
             site.buffer.clear()
-        if self.gates is not None:
-            self.gates.buffer.clear()
         for flow in self.flows:
             flow.grams.clear()
             flow.slices.clear()
+
+    def _drop_sums(self) -> None:
+        """Forget the sums of all probes that hold nothing else between a forward and its backward."""
+        self._aside.clear()
+        self.buffer.clear()
+        if self.gates is not None:
+            self.gates.buffer.clear()
         if self.units is not None:
             self.faults.guard("units", self.units.take)
         if self.output is not None:
             self.output.take()
-        self._drop_routing()
-
-    def _drop_routing(self) -> None:
         for trajectory in self.trajectories:
             trajectory.drop()
         if self.routing is not None:
@@ -289,8 +290,7 @@ class Observation:
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
         self.switch.stale = False
-        self._aside.clear()
-        self.buffer.clear()
+        self._drop_sums()
         self.hooks.release_leaves()
         for flow in self.flows:
             flow.forget()
@@ -298,18 +298,12 @@ class Observation:
             time.drop()
         for site in self.sites:
             site.forget()
-        if self.gates is not None:
-            self.gates.buffer.clear()
         for alignment in self.alignments:
             alignment.take()
         if self.units is not None:
             self.units.end_step()
-            self.faults.guard("units", self.units.take)
         if self.norms is not None:
             self.faults.guard(self.norms.PART, self.norms.take)
-        if self.output is not None:
-            self.output.take()
-        self._drop_routing()
         if self.parameters is not None:
             self.parameters.drop()
 
