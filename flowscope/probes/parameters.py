@@ -215,10 +215,7 @@ class ParameterObserver:
                     if isinstance(value, Tensor):
                         columns.setdefault((value.device, value.dtype), []).append((row, i, value))
             values[row, list(known)] = list(known.values())
-        self.norms, self.gradients, self.updates = {}, {}, {}
-        self.raw.drop()
-        self.carried.drop()
-        self.spreads = []
+        self._forget()
         vectors = [
             (torch.stack([value for *_, value in items]), [(row, i) for row, i, _ in items])
             for items in columns.values()
@@ -231,12 +228,16 @@ class ParameterObserver:
 
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""
-        self._now = self._stepping = None
+        self.let_go()
+        self._forget()
+        self._samples.drop()
+
+    def _forget(self) -> None:
+        """Start again from nothing."""
         self.norms, self.gradients, self.updates = {}, {}, {}
         self.raw.drop()
         self.carried.drop()
         self.spreads = []
-        self._samples.drop()
 
     def optimized(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
         """1 where an optimizer holds the parameter, 0 where none does, NaN while none is known."""
