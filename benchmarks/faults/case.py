@@ -283,3 +283,22 @@ def supervised(
     quality = (r2_of if r2 else accuracy_of)(model, split[1])
     epoch = max(1, len(split[0][0]) // batch)
     return Program(model, optimizer, step, steps, quality, accuracy=not r2, epoch=epoch, **known)
+
+
+def scheduled(draw: Draw, program: Program) -> Program:
+    """The same program under linear warm-up from zero and cosine decay to zero."""
+    total = program.steps
+    warm = round(draw.pick("warmup", 0.15, 0.1, 0.25) * total)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        program.optimizer,
+        lambda k: k / warm if k < warm else 0.5 * (1 + math.cos(math.pi * (k - warm) / (total - warm))),
+    )
+    plain = program.step
+
+    def step(k: int) -> Tensor:
+        loss = plain(k)
+        schedule.step()
+        return loss
+
+    program.step = step
+    return program

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flowscope
-from benchmarks.faults.case import Catalogue, Draw, Loss, Program, names, plain_step
+from benchmarks.faults.case import Catalogue, Draw, Loss, Program, names, plain_step, scheduled
 from benchmarks.faults.data import markov
 from benchmarks.faults.models import Decoder, word_loss
 
@@ -323,10 +323,8 @@ def frozen_body(draw: Draw) -> Program:
 
 @healthy("T86", "Post-LN, 6 blocks, warm-up and cosine decay")
 def post_ln_warmed(draw: Draw) -> Program:
-    from benchmarks.faults.updates import scheduled_program
-
     model = Decoder("post", draw.pick("depth", 6, 4, 8))
-    return scheduled_program(draw, decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 160, shows=learned(2.1)))
+    return scheduled(draw, decoder(draw, model, draw.factor("lr", 1e-3, 1.4), 160, shows=learned(2.1)))
 
 
 @healthy("T87", "large batch")
@@ -347,8 +345,6 @@ def tiny_loss(draw: Draw) -> Program:
 
 @healthy("T89", "clipped to 1, warm-up, gradient accumulation")
 def accumulated(draw: Draw) -> Program:
-    from benchmarks.faults.updates import scheduled_program
-
     model = Decoder("pre", draw.pick("depth", 4, 3, 6))
     optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 2e-3, 1.4))
     data = markov(16, 16, draw.seed)
@@ -365,4 +361,4 @@ def accumulated(draw: Draw) -> Program:
         optimizer.step()
         return total
 
-    return scheduled_program(draw, Program(model, optimizer, step, 150, shows=learned(2.0)))
+    return scheduled(draw, Program(model, optimizer, step, 150, shows=learned(2.0)))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.faults.case import Batch, Catalogue, Draw, Program, Shown, above, below, names, plain_step, supervised
+from benchmarks.faults.case import (
+    Batch,
+    Catalogue,
+    Draw,
+    Program,
+    Shown,
+    above,
+    below,
+    names,
+    plain_step,
+    scheduled,
+    supervised,
+)
 from benchmarks.faults.data import digits, images, markov
 from benchmarks.faults.models import Decoder, chain, class_loss, convnet, word_loss
 from benchmarks.faults.transformers import decoder
@@ -165,26 +175,7 @@ healthy = Catalogue("controls: plain networks", healthy=True)
 
 
 @healthy("V91", "warm-up from zero and cosine decay to zero")
-def scheduled(draw: Draw) -> Program:
+def warmed(draw: Draw) -> Program:
     model = chain(64, draw.pick("width", 64, 48, 96), draw.pick("depth", 2, 3), 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 3e-3, 1.5))
-    return scheduled_program(draw, supervised(draw, model, digits(), optimizer, class_loss, shows=above(0.9)))
-
-
-def scheduled_program(draw: Draw, program: Program) -> Program:
-    """The same program under linear warm-up from zero and cosine decay to zero."""
-    total = program.steps
-    warm = round(draw.pick("warmup", 0.15, 0.1, 0.25) * total)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        program.optimizer,
-        lambda k: k / warm if k < warm else 0.5 * (1 + math.cos(math.pi * (k - warm) / (total - warm))),
-    )
-    plain = program.step
-
-    def step(k: int) -> Tensor:
-        loss = plain(k)
-        schedule.step()
-        return loss
-
-    program.step = step
-    return program
+    return scheduled(draw, supervised(draw, model, digits(), optimizer, class_loss, shows=above(0.9)))
