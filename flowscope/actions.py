@@ -17,7 +17,6 @@ import json
 import logging
 import queue
 import re
-import sys
 import threading
 import urllib.request
 from abc import ABC, abstractmethod
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowscope.errors import FlowscopeError, StopTraining
 from flowscope.faults import LOGGER
+from flowscope.probes.process_groups import is_first_process
 from flowscope.records import SERIOUS, Alert, Event, Record, RunHeader
 from flowscope.sinks.jsonl import JsonlSink
 
@@ -65,7 +65,7 @@ class Action(ABC):
 
     def __call__(self, alert: Alert) -> None:
         """Act, if it wants to."""
-        if self.wants(alert) and (self.every_rank or _first_rank()):
+        if self.wants(alert) and (self.every_rank or is_first_process()):
             self.act(alert)
 
     @abstractmethod
@@ -293,10 +293,3 @@ class LowerLearningRate(Action):
 
     def _lowered(self, rate: float) -> float:
         return min(rate, max(self._at_least, rate * self._factor))
-
-
-def _first_rank() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return True
-    return bool(torch.distributed.get_rank() == 0)
