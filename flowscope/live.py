@@ -6,7 +6,6 @@ runs in a process of its own and reads `flowscope.jsonl` as it grows.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from flowscope.errors import FlowscopeError
-from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.records import Event, Record, RunHeader
 from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
-from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.sinks.jsonl import FILE_NAME, UNREADABLE, decode_event
 from flowscope.sinks.memory import MemorySink
 from flowscope.summary import summarize
 
@@ -72,16 +71,10 @@ def follow(
 
 def _event(line: bytes, header: RunHeader | None) -> Event | None:
     try:
-        data = json.loads(line)
-        kind = data["type"]
-        if kind == "record":
-            record = Record.from_json(data, header)
-            return None if "unsampled" in record.flags else record
-        if kind == "alert":
-            return Alert.from_json(data)
-        return RunHeader.from_json(data) if kind == "run" else None
-    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        event = decode_event(line, header)
+    except UNREADABLE:
         return None
+    return None if isinstance(event, Record) and "unsampled" in event.flags else event
 
 
 def show(batches: Iterable[list[Event]], stream: TextIO) -> None:

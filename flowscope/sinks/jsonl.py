@@ -141,8 +141,8 @@ class _Joiner:
     def add(self, line: bytes) -> None:
         """Take one line, or count it as skipped."""
         try:
-            event = _decode(line, self.header)
-        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            event = decode_event(line, self.header)
+        except UNREADABLE:
             self.skipped += 1
             return
         if isinstance(event, RunHeader):
@@ -173,7 +173,12 @@ class _Joiner:
         return Run(self.header, sampled, self.alerts, self.skipped, self.superseded, unsampled)
 
 
-def _decode(line: bytes, header: RunHeader | None) -> Event:
+UNREADABLE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What `decode_event` raises for a line that is incomplete or not flowscope's."""
+
+
+def decode_event(line: bytes, header: RunHeader | None) -> Event:
+    """The inverse of `encode_event`; `header` brings a record its labels. Raises one of `UNREADABLE`."""
     data = json.loads(line)
     kind = data["type"]
     if kind == "record":
