@@ -184,12 +184,13 @@ def _groups(labels: tuple[str, ...], header: RunHeader) -> list[FlowGroup]:
     groups = []
     for flow, found in rows.items():
         names = tuple(labels[row] for row in found)
-        inner = [name not in ends and any(path in axis for path in _ancestors(name)) for name in names]
+        inner = [name not in ends and any(path in axis for path in ancestors(name)) for name in names]
         groups.append(FlowGroup(flow, np.array(found, dtype=np.intp), names, np.array(inner, dtype=bool)))
     return groups
 
 
-def _ancestors(path: str) -> Iterator[str]:
+def ancestors(path: str) -> Iterator[str]:
+    """The path itself, then what holds it, from the inside out; the root is left out."""
     while path:
         yield path
         path = path.rpartition(".")[0]

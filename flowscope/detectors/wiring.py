@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, module_of, parameter_name
+from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, ancestors, module_of, parameter_name
 from flowscope.detectors.gradients import gradient_flows
 from flowscope.records import Record, RunHeader
 
@@ -29,7 +29,7 @@ class NoGradient(Detector):
         cuts: list[Finding] = []
         for view in gradient_flows(record, header):
             # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
-            finding = (self._cut(view) or self._detached(view, header)) if view.layout.kind != "time" else None
+            finding = self._cut(view, header) if view.layout.kind != "time" else None
             if finding is not None:
                 cuts.append(finding)
         yield from cuts
@@ -44,12 +44,12 @@ class NoGradient(Detector):
             yield Finding(self.kind, cause="unused", level="unseen")  # the cut explains it
         yield from self._frozen(record, header, trainable)
 
-    def _cut(self, view: FlowView) -> Finding | None:
+    def _cut(self, view: FlowView, header: RunHeader) -> Finding | None:
         tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
         if tracked is None or backward is None:
             return Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
         if not bool((backward > 0).any()):
-            return None  # the whole flow: a teacher, or detached behind its end
+            return self._detached(view, header, tracked)
         first_with = int(np.argmax(backward > 0))
         silent = (tracked > 0) & ~(backward > 0)
         before = np.flatnonzero(silent[:first_with])
@@ -76,25 +76,22 @@ class NoGradient(Detector):
             cause="cut",
         )
 
-    def _detached(self, view: FlowView, header: RunHeader) -> Finding | None:
+    def _detached(self, view: FlowView, header: RunHeader, tracked: Array) -> Finding:
         """A whole flow that ran with a graph and got no gradient, though the optimizer that steps holds its weights.
 
         A teacher whose output is detached on purpose is in no optimizer; a part that has no turn is not run.
         """
-        tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
-        if tracked is None or backward is None or bool((backward > 0).any()):
-            return None
         unseen = Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
         columns = [view.record.metrics.get(f"param_{name}") for name in ("trainable", "grad_norm", "optimized")]
         trainable, norms, optimized = columns
         if trainable is None or norms is None or optimized is None or not bool((tracked > 0).any()):
             return unseen
-        paths = tuple(f"{block.partition('#')[0]}." for block in view.layout.blocks)
-        names = [parameter_name(view.record, header, i) for i in range(trainable.size)]
-        inside = np.array([name.startswith(paths) for name in names]) & (trainable == 1)
-        if not inside.any() or not np.isnan(norms[inside]).all() or bool(np.isnan(norms).all()):
+        waiting = (trainable == 1) & np.isnan(norms) & (optimized == 1)
+        if not waiting.any() or bool(np.isnan(norms).all()):
             return unseen
-        if not bool((optimized[inside] == 1).all()):
+        blocks = {block.partition("#")[0] for block in view.layout.blocks}
+        inside = _lie_under(blocks, trainable == 1, view.record, header)
+        if not inside.any() or not bool(waiting[inside].all()):
             return unseen
         where = view.point(tracked.size - 1)
         return Finding(
@@ -154,9 +151,9 @@ class NoGradient(Detector):
 
         Only the beginning of a flow counts, where all of a container had none: layers dropped at random do not.
         """
-        held, none = record.metrics.get("param_optimized"), np.zeros(missing.shape, dtype=bool)
+        held = record.metrics.get("param_optimized")
         if held is None or held.shape != missing.shape:
-            return none
+            return np.zeros_like(missing)
         parents: set[str] = set()
         for view in gradient_flows(record, header):
             tracked = view.get("tracked_calls")
@@ -165,13 +162,7 @@ class NoGradient(Detector):
             start = int(np.argmax(tracked > 0))
             running = {view.point(i).rpartition(".")[0] for i in range(start, tracked.size)}
             parents |= {view.point(i).rpartition(".")[0] for i in range(start)} - running - {""}
-        if not parents:
-            return none
-        paths = tuple(f"{parent}." for parent in parents)
-        names = (parameter_name(record, header, i) for i in range(missing.size))
-        inside = np.array([name.startswith(paths) for name in names], dtype=bool)
-        found: Flags = missing & inside & (held == 1)
-        return found
+        return _lie_under(parents, missing & (held == 1), record, header)
 
     def _frozen(self, record: Record, header: RunHeader, trainable: Array) -> Iterable[Finding]:
         frozen = trainable == 0
@@ -213,6 +204,15 @@ class NoGradient(Detector):
             return np.equal(known, 1)
         names = (parameter_name(record, header, i) for i in range(trainable.size))
         return np.array([NORM_NAME.search(module_of(name)) is not None for name in names], dtype=bool)
+
+
+def _lie_under(modules: Container[str], rows: Flags, record: Record, header: RunHeader) -> Flags:
+    """Which of the parameters in `rows` belong to one of the modules, or to a part of it."""
+    found = np.zeros_like(rows)
+    for row in np.flatnonzero(rows):
+        owner = module_of(parameter_name(record, header, int(row)))
+        found[row] = any(path in modules for path in ancestors(owner))
+    return found
 
 
 class ParametersNotOptimized(Detector):
