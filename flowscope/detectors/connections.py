@@ -21,13 +21,6 @@ CERTAIN = 100.0
 """A gain beyond its limit by this factor is an error at once (the mHC paper's surge came at about 3,000)."""
 
 
-def site(view: FlowView, metric: str, index: int) -> str:
-    """The label of entry `index` of a metric of this flow, for an alert's place."""
-    key = metric if view.first else f"{metric}@{view.layout.name}"
-    labels = view.record.metric_labels.get(key, ())
-    return labels[index].partition("#")[0] if index < len(labels) else view.block(index)
-
-
 class GateSaturation(Detector):
     """Gates whose logits lie where the sigmoid's derivative is under 0.7 %: most of them shut is a warning."""
 
@@ -58,7 +51,7 @@ class GateSaturation(Detector):
         word = "shut" if shut.any() else "open"
         return Finding(
             self.kind,
-            site(view, "gate_saturation", where),
+            view.site("gate_saturation", where),
             "warning" if serious else "info",
             float(share[where]),
             limit,
@@ -117,7 +110,7 @@ class StreamCollapse(Detector):
             told += f" (least column sum of the composite mapping {np.nanmin(least):.2g})"
         return Finding(
             self.kind,
-            site(view, "stream_cosine", where),
+            view.site("stream_cosine", where),
             "warning",
             float(1 - middle),
             1 - limit,
@@ -167,7 +160,7 @@ class MixingGain(Detector):
         over = np.flatnonzero((forward if ahead else backward) > limit)
         where = int(over[0] if ahead else over[-1])
         certain = largest > CERTAIN * limit
-        place = site(view, "mix_gain_forward_norm", where)
+        place = view.site("mix_gain_forward_norm", where)
         return Finding(
             self.kind,
             place,
@@ -192,12 +185,12 @@ class MixingGain(Detector):
         where = int(np.flatnonzero(forward < limit)[0])
         return Finding(
             self.kind,
-            site(view, "mix_gain_forward_norm", where),
+            view.site("mix_gain_forward_norm", where),
             "warning",
             last,
             limit,
             f"the residual mappings of the streams pass {last:.2g} of the carry to the end of the flow (limit "
-            f"{limit:.2g}, crossed at {site(view, 'mix_gain_forward_norm', where)}): the residual path is cut",
+            f"{limit:.2g}, crossed at {view.site('mix_gain_forward_norm', where)}): the residual path is cut",
             'start the residual mapping at the identity (init="prenorm"), or use flowscope.wrap(model, mode="mhc")',
             name,
             cause="attenuates",

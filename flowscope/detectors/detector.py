@@ -102,7 +102,7 @@ class FlowView:
 
     def get(self, metric: str) -> Array | None:
         """The metric's values, or None where this record has none (not measured, or all NaN)."""
-        values = self.record.metrics.get(metric_key(metric, None if self.first else self.layout.name))
+        values = self.record.metrics.get(self._key(metric))
         if values is None or values.size == 0:
             return None
         # most often the first or the last entry tells, at a tenth of the cost
@@ -115,12 +115,22 @@ class FlowView:
 
     def row(self, metric: str, index: int) -> str:
         """Module path of row `index` of a metric whose rows need not be points (merge sites of wrapped blocks)."""
-        labels = self.record.metric_labels.get(metric_key(metric, None if self.first else self.layout.name), ())
-        return labels[index].partition("#")[0] if index < len(labels) else self.point(index)
+        return self._labelled(metric, index, self.layout.points)
+
+    def site(self, metric: str, index: int) -> str:
+        """Module path of entry `index` of a metric with one entry a merge site."""
+        return self._labelled(metric, index, self.layout.blocks)
 
     def block(self, index: int) -> str:
         """Module path of the block between points `index` and `index + 1`."""
         return _label(self.layout.blocks, index)
+
+    def _key(self, metric: str) -> str:
+        return metric_key(metric, None if self.first else self.layout.name)
+
+    def _labelled(self, metric: str, index: int, otherwise: Sequence[str]) -> str:
+        labels = self.record.metric_labels.get(self._key(metric), ())
+        return labels[index].partition("#")[0] if index < len(labels) else _label(otherwise, index)
 
 
 def each_flow(record: Record, header: RunHeader) -> Iterator[FlowView]:
