@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,6 +91,17 @@ def decoder_spike(draw: Draw) -> Program:
     return Program(model, optimizer, step, 150, None, jumped(at, 0.5), at, ANY)
 
 
+def still(model: nn.Module) -> Callable[[], float]:
+    """Minus the share of entries that never moved from where they are now."""
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def kept() -> float:
+        same = sum(int((p == s).sum()) for p, s in zip(model.parameters(), start, strict=True))
+        return -same / sum(s.numel() for s in start)
+
+    return kept
+
+
 @case("V02", "bfloat16 weights round the steps away", "update_too_small")
 def rounded_away(draw: Draw) -> Program:
     model = chain(64, draw.pick("width", 64, 48, 96), draw.pick("depth", 2, 3), 10).bfloat16()
@@ -98,17 +111,8 @@ def rounded_away(draw: Draw) -> Program:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
-    start = [parameter.detach().clone() for parameter in model.parameters()]
-    known: list[float] = []
-
-    def kept() -> float:
-        """Minus the share of entries that never moved."""
-        same = sum(int((p == s).sum()) for p, s in zip(model.parameters(), start, strict=True))
-        known.append(same / sum(s.numel() for s in start))
-        return -known[-1]
-
     program = supervised(draw, model, digits(), optimizer, loss_of, steps=300, place=ANY, shows=below(-0.5))
-    program.quality, program.accuracy = kept, False
+    program.quality, program.accuracy = still(model), False
     return program
 
 
@@ -117,13 +121,7 @@ def rounded_decoder(draw: Draw) -> Program:
     model = Decoder("pre", draw.pick("depth", 4, 3, 6)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 1e-5, 1.5), weight_decay=0.0)
     step = plain_step(model, optimizer, markov(16, 16, draw.seed), word_loss)
-    start = [p.detach().clone() for p in model.parameters()]
-
-    def moved() -> float:
-        same = sum(int((p == s).sum()) for p, s in zip(model.parameters(), start, strict=True))
-        return -same / sum(s.numel() for s in start)
-
-    return Program(model, optimizer, step, 100, moved, below(-0.5), 0, ANY, accuracy=False)
+    return Program(model, optimizer, step, 100, still(model), below(-0.5), 0, ANY, accuracy=False)
 
 
 @case("V04", "a rate of 1 for AdamW", "update_too_large", "loss_spike", "exploding_gradient", "non_finite")
