@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.faults.case import Case, Catalogue, Draw, Program, accuracy_of, batches
 from benchmarks.faults.data import digits
 from benchmarks.faults.models import chain, class_loss
-from benchmarks.faults.scoring import OURS, Run
+from benchmarks.faults.scoring import Run
 
 case = Catalogue("two processes")
 healthy = Catalogue("controls: plain networks", healthy=True)
@@ -138,7 +138,7 @@ def run_ranks(chosen: Case, draw: Draw, root: Path | None) -> Run:
 
 def worker(rank: int, name: str, seed: int, folder: Path, store: str) -> None:
     """One process of a run."""
-    from benchmarks.faults.runner import describe, keep, others, plain, quiet_torch, train
+    from benchmarks.faults.runner import describe, quiet_torch, train
 
     quiet_torch()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -146,12 +146,9 @@ def worker(rank: int, name: str, seed: int, folder: Path, store: str) -> None:
     chosen = next(one for one in (*case.cases, *healthy.cases) if one.id == name)
     draw = Draw(seed)
     built = chosen.build(draw)
-    alerts, spectator, shown = train(built, folder if rank == 0 else None)
+    seen = train(built, folder if rank == 0 else None)
     if rank == 0:
-        run = describe(chosen, draw, built, shown)
-        run["seconds"] = round(time.perf_counter() - started, 2)
-        run["alarms"] = {OURS: plain(alerts), **others(run, spectator.probes)}
-        keep(run, spectator.probes, folder)
+        describe(chosen, draw, built, seen, time.perf_counter() - started, folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -71,13 +71,8 @@ def run_case(case: Case, draw: Draw, *, root: Path | None = FOLDER) -> Run:
         warnings.simplefilter("ignore")
         torch.manual_seed(draw.seed)
         program = case.build(draw)
-        alerts, spectator, shown = train(program, folder)
-    run = describe(case, draw, program, shown)
-    run["seconds"] = round(time.perf_counter() - started, 2)
-    run["alarms"] = {OURS: plain(alerts), **others(run, spectator.probes)}
-    if folder is not None:
-        keep(run, spectator.probes, folder)
-    return run
+        seen = train(program, folder)
+    return describe(case, draw, program, seen, time.perf_counter() - started, folder)
 
 
 def others(run: Run, probes: list[Probe]) -> dict[str, Any]:
@@ -93,7 +88,25 @@ def keep(run: Run, probes: list[Probe], folder: Path) -> None:
     (folder / "run.json").write_text(json.dumps(run, default=float))
 
 
-def describe(case: Case, draw: Draw, program: Program, shown: Shown) -> Run:
+def describe(
+    case: Case,
+    draw: Draw,
+    program: Program,
+    seen: tuple[list[Alert], Spectator, Shown],
+    seconds: float,
+    folder: Path | None,
+) -> Run:
+    """What `scoring` reads of a run that `train` has seen; kept in `folder` too."""
+    alerts, spectator, shown = seen
+    run = facts(case, draw, program, shown)
+    run["seconds"] = round(seconds, 2)
+    run["alarms"] = {OURS: plain(alerts), **others(run, spectator.probes)}
+    if folder is not None:
+        keep(run, spectator.probes, folder)
+    return run
+
+
+def facts(case: Case, draw: Draw, program: Program, shown: Shown) -> Run:
     """All of a run but its alarms."""
     quality = shown.quality if math.isfinite(shown.quality) else None
     return {
