@@ -249,18 +249,17 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
 
 def _combined(xp: Any, products: dict[str, Any]) -> tuple[list[Any], Any]:
     """The scalar columns and the buckets (None: no previous point), with what torch and numpy have in common."""
-    scalars: list[Any] = []
-    cosine = products["to_input"] * (products["inverse"] / products["origin"]) if "to_input" in products else None
-    for values in (cosine, products.get("token")):
+
+    def seen_sum(values: Any) -> list[Any]:
+        """Sum and count of the finite entries."""
         if values is None:
-            scalars += [0.0, 0.0]
-        else:
-            valid = xp.isfinite(values)
-            scalars += [xp.where(valid, values, 0.0).sum(), valid.sum()]
-    alike = [0.0, 0.0]
-    if "sample" in products:
-        valid = xp.isfinite(products["sample"])
-        alike = [xp.where(valid, products["sample"], 0.0).sum(), valid.sum()]
+            return [0.0, 0.0]
+        valid = xp.isfinite(values)
+        return [xp.where(valid, values, 0.0).sum(), valid.sum()]
+
+    cosine = products["to_input"] * (products["inverse"] / products["origin"]) if "to_input" in products else None
+    scalars = [*seen_sum(cosine), *seen_sum(products.get("token"))]
+    alike = seen_sum(products.get("sample"))
     if "square" not in products:
         return [*scalars, 0.0, 0.0, *alike], None
     square, before = products["square"], products["before"]
