@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,18 +32,23 @@ class LateLoss:
         return float(self._copy.read()[0][0])
 
 
+def mean_loss(losses: Sequence[float]) -> float | None:
+    """The loss of a step from those given for it; None where none was given."""
+    return sum(losses) / len(losses) if losses else None
+
+
 class LossesSinceRecord:
     """The mean loss of each step since the last record, NaN where none was given."""
 
     def __init__(self) -> None:
         self._held: deque[float] = deque(maxlen=MOST)
 
-    def add(self, losses: list[float]) -> None:
-        """A step ended."""
-        self._held.append(sum(losses) / len(losses) if losses else np.nan)
+    def add(self, loss: float | None) -> None:
+        """A step ended with this loss."""
+        self._held.append(np.nan if loss is None else loss)
 
     def take(self) -> NDArray[np.float64] | None:
         """Return the losses, oldest first, and start again; None where no step had one."""
         held = np.array(self._held)
         self._held.clear()
-        return held if np.isfinite(held).any() or np.isinf(held).any() else None
+        return held if not np.isnan(held).all() else None
