@@ -84,7 +84,7 @@ class KnownStreams:
             return
         connection = self._connections[row]
         with torch.no_grad(), full_precision(normed):
-            mix, write = coefficients(connection, _spaced(normed.detach(), MATRICES))
+            mix, write = coefficients(connection, site_statistics.spaced_streams(normed.detach(), MATRICES))
         self._see(row, mix, write, streams, normed)
 
     def _returned(self, row: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -148,12 +148,6 @@ class KnownStreams:
             static = [f"{label}.{name}" for name in own if name in STATIC]
             groups.append((label, static, [f"{label}.{name}" for name in own if name not in STATIC]))
         return groups
-
-
-def _spaced(x: Tensor, limit: int) -> Tensor:
-    """[M, S, D] of x [B, T..., S, D], M evenly spaced positions."""
-    flat = x.reshape(-1, *x.shape[-2:])
-    return flat[:: -(-flat.shape[0] // limit)]
 
 
 def coefficients(connection: KnownConnection, normed: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -61,13 +61,18 @@ def matrix_sums(matrices: Tensor) -> Tensor:
     return torch.cat([torch.full_like(total[:1], matrices.shape[0]), total])
 
 
+def spaced_streams(streams: Tensor, limit: int) -> Tensor:
+    """Return [M, S, D] of streams [B, T..., S, D] at M evenly spaced positions, at most `limit`."""
+    flat = streams.reshape(-1, *streams.shape[-2:])
+    return flat[:: -(-flat.shape[0] // limit)]
+
+
 def stream_cosine_sums(streams: Tensor, limit: int) -> Tensor:
     """Return [positions, sum of the mean cosine between two different streams], streams [B, T..., S, D].
 
     mean over i != j of u_i . u_j = (|sum_i u_i|^2 - S) / (S (S - 1)); at most `limit` evenly spaced positions.
     """
-    flat = streams.detach().reshape(-1, *streams.shape[-2:])
-    flat = flat[:: -(-flat.shape[0] // limit)].float()
+    flat = spaced_streams(streams.detach(), limit).float()
     count = flat.shape[1]
     total = functional.normalize(flat, dim=-1).sum(1)
     mean = (torch.linalg.vecdot(total, total) - count) / max(1, count * (count - 1))
