@@ -37,8 +37,7 @@ SEARCHES = 3
 """So many records look for such a layer; later ones only on the slow schedule."""
 
 METRICS = ("solver_nfe", "solver_nfe_backward", "solver_residual", "jacobian_radius")
-COLUMNS = len(METRICS) * 2
-"""Sums, then counts, of each metric: means over forwards (and ranks) are their quotients."""
+"""Each has a sum and a count, the sums first: means over forwards (and ranks) are their quotients."""
 
 
 def _is_map(module: nn.Module) -> bool:
@@ -121,7 +120,7 @@ class SolverObserver:
 
     def _counts(self, module: nn.Module) -> bool:
         """Whether a call belongs to a training forward: of the model, or to one where its own is not called."""
-        if self._switch.paused or is_compiling():
+        if self._switch.paused:
             return False
         return self._inside or (not self._forwards and torch.is_grad_enabled()) or module is self._model
 
@@ -196,7 +195,7 @@ class SolverObserver:
             solver.forget()
 
     def take(self) -> tuple[list[str], Tensor] | None:
-        """Return labels and [solvers, COLUMNS] of what this step showed, None where nothing is iterated."""
+        """Return labels and [solvers, sums and counts] of what this step showed, None where nothing is iterated."""
         for solver in self.solvers:
             self._close(solver)
         self._find_attributes()
@@ -207,18 +206,16 @@ class SolverObserver:
         forwards = max(self._forwards, 1)
         rows = [[_mean(values) for values in _values(solver, forwards)] for solver in seen]
         devices = [value.device for row in rows for value in row if isinstance(value, Tensor)]
-        table = torch.full((len(seen), COLUMNS), 0.0, dtype=torch.float32, device=devices[0] if devices else "cpu")
+        device = devices[0] if devices else torch.device("cpu")
         host = np.array([[np.nan if isinstance(value, Tensor) else value for value in row] for row in rows])
-        values = from_host(host, table.device).view(host.shape).to(table.dtype)
+        values = from_host(host, device).view(host.shape).float()
         for i, row in enumerate(rows):
             for j, value in enumerate(row):
                 if isinstance(value, Tensor):
-                    values[i, j] = value.to(table.device, values.dtype)
+                    values[i, j] = value.to(device, values.dtype)
         known = ~values.isnan()
-        table[:, : len(METRICS)] = torch.where(known, values, 0.0)
-        table[:, len(METRICS) :] = known.to(table.dtype)
         self.drop()
-        return [solver.path for solver in seen], table
+        return [solver.path for solver in seen], torch.cat([torch.where(known, values, 0.0), known.float()], 1)
 
     def _find_attributes(self) -> None:
         """Layers that say themselves how their solver went; looked for at first, and slowly."""
