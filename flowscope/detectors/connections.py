@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, each_flow
+from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, FlowView, each_flow
 from flowscope.records import Record, RunHeader
 
-RELEASE = 0.75
-"""A share has no factor of three to fall by: clean means below this much of the limit."""
 MOST = 0.5
 """Fewer saturated gates than this share are how a trained network skips a block: an info."""
 SHUT = 0.5
@@ -36,10 +34,10 @@ class GateSaturation(Detector):
             beyond = share > self.config.gate_saturation
             if beyond.any():
                 yield self._finding(view, share, mean, beyond)
-            close = share > RELEASE * self.config.gate_saturation
+            close = share > SHARE_RELEASE * self.config.gate_saturation
             if close.any() and not beyond.any():
                 yield Finding(self.kind, flow=name, cause="few", level="near")
-            if not self._serious(view, mean, beyond, MOST) and self._serious(view, mean, close, RELEASE * MOST):
+            if not self._serious(view, mean, beyond, MOST) and self._serious(view, mean, close, SHARE_RELEASE * MOST):
                 yield Finding(self.kind, flow=name, cause="serious", level="near")
 
     def _finding(self, view: FlowView, share: Array, mean: Array, beyond: Flags) -> Finding:

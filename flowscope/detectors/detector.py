@@ -25,6 +25,9 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 AlertKey = tuple[str, str, str]
 
+SHARE_RELEASE = 0.75
+"""A share has no factor of three to fall by: clean means below this much of the limit."""
+
 
 @dataclass(frozen=True)
 class Finding:

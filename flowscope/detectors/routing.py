@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, flow_holding, label_of
+from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, flow_holding, label_of
 from flowscope.records import Record, RunHeader
 
-RELEASE = 0.75
-"""Shares and loads are clean below this much of their limit."""
 FEW_TOKENS = 4.0
 """With fewer tokens an expert in a step, chance alone leaves experts out: e^-4 of them at 4, e^-.5 at one half."""
 SETTLING_RECORDS = 4
@@ -42,7 +40,7 @@ class ExpertCollapse(Detector):
             return
         beyond = level > 1
         if not beyond.any():
-            if bool((level > RELEASE).any()):
+            if bool((level > SHARE_RELEASE).any()):
                 yield Finding(self.kind, level="near")
             return
         where = int(np.argmax(beyond))

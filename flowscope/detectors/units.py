@@ -8,11 +8,18 @@ from collections.abc import Iterable
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, FlowGroup, FlowGroups, label_of, labels_of, module_of
+from flowscope.detectors.detector import (
+    SHARE_RELEASE,
+    Array,
+    Detector,
+    Finding,
+    FlowGroup,
+    FlowGroups,
+    label_of,
+    labels_of,
+    module_of,
+)
 from flowscope.records import Record, RunHeader
-
-RELEASE = 0.75
-"""A share has no factor of three to fall by: clean means below this much of the limit."""
 
 
 class ShareOfUnits(Detector):
@@ -54,7 +61,7 @@ class DeadUnits(ShareOfUnits):
         limit = self.config.dead_units
         beyond, whole = shares > limit, shares >= 1
         if not beyond.any():
-            near = bool((shares > RELEASE * limit).any())
+            near = bool((shares > SHARE_RELEASE * limit).any())
             return Finding(self.kind, flow=group.flow, level="near") if near else None
         where = int(np.argmax(whole if whole.any() else beyond))
         entire = f", {int(whole.sum())} of them entirely" if whole.any() and shares[where] < 1 else ""
@@ -84,7 +91,7 @@ class Saturation(ShareOfUnits):
         limit = self.config.saturation
         beyond = (shares > limit) & group.inner
         if not beyond.any():
-            near = bool(((shares > RELEASE * limit) & group.inner).any())
+            near = bool(((shares > SHARE_RELEASE * limit) & group.inner).any())
             return Finding(self.kind, flow=group.flow, level="near") if near else None
         where = int(np.argmax(beyond))
         return Finding(
