@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowscope.probes.record_builder import few
+
 HOOKED_INTERMEDIATES = (Path(torch.__file__).parent / "_higher_order_ops" / "register_hook.py").exists()
 """Whether this torch traces a gradient hook on an intermediate tensor (2.13 does). Before, one breaks the graph and the
 frame is not compiled at all: there a compiled point deposits its forward sums alone, and gradients are not seen."""
@@ -64,8 +66,7 @@ def with_calls(labels: Sequence[str], backwards: Array, forwards: int) -> tuple[
 def hidden_points(labels: Sequence[str], hidden: NDArray[np.bool_]) -> str:
     """The note on points whose gradient an in-place operation hides, "" where there is none."""
     names = [label for label, missing in zip(labels, hidden, strict=True) if missing]
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return IN_PLACE.format(points=shown) if names else ""
+    return IN_PLACE.format(points=few(names)) if names else ""
 
 
 def got_gradient(paths: Sequence[str], names: Sequence[str], grad_norms: Array) -> bool:

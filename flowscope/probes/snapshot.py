@@ -17,7 +17,7 @@ from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.payload import Part, Sharing, from_host
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.probes.record_builder import RecordBuilder, few
 from flowscope.probes.record_parts import added
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.routing import RoutingObserver
@@ -327,7 +327,7 @@ class Snapshot:
             count = values.shape[1]
             names = observation.parameters.names[:count]
             if late := observation.parameters.added:
-                out.note(f"came after watch, so their activations are not watched: {_few(late)}")
+                out.note(f"came after watch, so their activations are not watched: {few(late)}")
             for where, index in vectors if not self.shared else ():
                 values[tuple(np.array(index).T)] = host[where][0]
             for row in (2, 4):
@@ -385,7 +385,3 @@ def _weight_spread(out: RecordBuilder, parameters: ParameterObserver, vectors: l
     for numbers, vector in vectors:
         spread[numbers] = vector
     out.add("weight_spread", spread[parameters.matrices], [parameters.names[i] for i in parameters.matrices])
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
