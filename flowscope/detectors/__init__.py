@@ -12,7 +12,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import Detector, Finding, Ledger
-from flowscope.detectors.finiteness import NonFinite
+from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
 from flowscope.detectors.losses import LossPlateau, LossSpike
 from flowscope.detectors.norms import TrainEvalGap
@@ -85,7 +85,7 @@ class DetectorSet:
 
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
-        skipped = bool({"skipped", "possibly_skipped"} & set(record.flags))
+        skipped = not SKIPPED.isdisjoint(record.flags)
         out: list[Alert] = []
         found: set[Cause] = set()
         silent = skipped or "unsampled" in record.flags

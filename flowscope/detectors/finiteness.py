@@ -13,6 +13,8 @@ from flowscope.records import Record, RunHeader
 
 CANARY = ("input", "forward", "backward", "loss")
 
+SKIPPED = frozenset({"skipped", "possibly_skipped"})
+"""Flags of a step that GradScaler left out, or may have."""
 SMALLEST_SCALE = 1.0
 """A scale below this only shrinks the gradients further: what overflows there is not due to fp16's scaling (ours)."""
 
@@ -41,7 +43,7 @@ class NonFinite(Detector):
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
-        if {"skipped", "possibly_skipped"} & set(record.flags):
+        if not SKIPPED.isdisjoint(record.flags):
             return self._collapsed_scale(record)
         canary = dict(zip(CANARY, record.metrics.get("canary", np.zeros(4)).tolist(), strict=False))
         sampled = "unsampled" not in record.flags
