@@ -12,7 +12,7 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding
-from flowscope.detectors.rates import Rate
+from flowscope.detectors.rates import Rate, largest_rate
 from flowscope.records import Record, RunHeader
 
 WINDOW = 100
@@ -46,6 +46,11 @@ def losses_of(record: Record) -> Array:
     if losses is None or losses.size == 0:
         losses = np.array([] if record.loss is None else [record.loss])
     return losses[np.isfinite(losses)]
+
+
+def deviation(values: Iterable[float], level: float) -> float:
+    """The standard deviation of values around their median `level`, by their median absolute deviation."""
+    return SIGMA * median([abs(value - level) for value in values])
 
 
 class _Judged(NamedTuple):
@@ -101,8 +106,7 @@ class LossSpike(Detector):
             self._add([leaving])
             return None
         level = median(list(self._window)[-ENOUGH:])
-        usual = median(self._rises)
-        spread = SIGMA * median([abs(rise - usual) for rise in self._rises])
+        spread = deviation(self._rises, median(self._rises))
         highest = max(0.0, *self._rises)
         progress = median(self._first) - level
         least = max(LEAST_RISE * abs(level), LEAST_LOST * progress, 1e-12)
@@ -155,9 +159,8 @@ class LossSpike(Detector):
 
     def _rate_rose(self, record: Record) -> bool:
         """Whether the schedule restarted: the rate rose again, within what it was before it fell."""
-        rates = record.metrics.get("param_lr")
-        rate = float(np.nanmax(rates)) if rates is not None and np.isfinite(rates).any() else math.nan
-        if math.isnan(rate):
+        rate = largest_rate(record)
+        if not math.isfinite(rate):
             return False
         restarted = False
         if self._rates:

@@ -96,6 +96,12 @@ class Course:
         self._kept = {name: unpack(state[name]) for name in state}
 
 
+def largest_rate(record: Record) -> float:
+    """The largest learning rate of any parameter; not finite where none is known."""
+    rates = record.metrics.get("param_lr")
+    return -math.inf if rates is None else float(np.max(rates, initial=-math.inf, where=~np.isnan(rates)))
+
+
 class Rate:
     """The largest learning rate of a record, its peak and its last value: `Course` where only that matters."""
 
@@ -104,8 +110,7 @@ class Rate:
 
     def working(self, record: Record) -> bool:
         """Whether it stands still or falls, near its peak; one that is not known does. Learns this record's."""
-        rates = record.metrics.get("param_lr")
-        rate = -math.inf if rates is None else float(np.max(rates, initial=-math.inf, where=~np.isnan(rates)))
+        rate = largest_rate(record)
         if not math.isfinite(rate):
             return True
         self.peak, last, self.last = max(self.peak, rate), self.last, rate

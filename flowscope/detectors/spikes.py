@@ -16,7 +16,7 @@ import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Detector, Finding
-from flowscope.detectors.losses import SIGMA, losses_of
+from flowscope.detectors.losses import deviation, losses_of
 from flowscope.records import Record, RunHeader
 
 WINDOW = 50
@@ -60,9 +60,8 @@ class GradientSpike(Detector):
             self._window.append(value)
             return
         size, level = len(self._window), median(self._window)
-        spread = SIGMA * median([abs(usual - level) for usual in self._window])
         factor = math.log(self.config.gradient_spike)
-        rise = max(factor, NOISE * spread, ABOVE_LARGEST * (max(self._window) - level))
+        rise = max(factor, NOISE * deviation(self._window, level), ABOVE_LARGEST * (max(self._window) - level))
         above = value - level
         self._learn(value, usual=above <= rise)
         if above <= rise or falling:
@@ -93,7 +92,7 @@ class GradientSpike(Detector):
         if len(window) < ENOUGH:
             return False
         level = median(window)
-        return bool(value < level - 3 * SIGMA * median([abs(loss - level) for loss in window]))
+        return bool(value < level - 3 * deviation(window, level))
 
     def _learn(self, value: float, *, usual: bool) -> None:
         """Add what is no spike; a level that lasts for a window becomes the usual one."""
