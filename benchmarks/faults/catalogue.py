@@ -1,4 +1,4 @@
-"""All cases in the order of the table, and what is pending."""
+"""All cases in the order of the table."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ CASES: tuple[Case, ...] = (
     *flows.healthy.cases,
     *ranks.healthy.cases,
 )
-
-PENDING: frozenset[str] = frozenset()
-"""Faulty cases whose metrics are not recorded yet: run and shown, not counted."""
 
 VARIATIONS = 20
 """Per family, spread over its cases."""

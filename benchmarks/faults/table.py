@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.faults import rules
-from benchmarks.faults.catalogue import PENDING
 from benchmarks.faults.scoring import LOUD, OURS, Run, Score, add_up, by, judge
 
 DETECTORS = (OURS, *rules.RULES)
@@ -16,11 +15,6 @@ HEAD = (
     "|---|---|---|---|---|---|---|"
 )
 BEGIN, END = "<!-- tables: written by python -m benchmarks.faults -->", "<!-- end of tables -->"
-
-
-def counted(runs: Sequence[Run]) -> list[Run]:
-    """Without what is pending."""
-    return [run for run in runs if run["case"] not in PENDING]
 
 
 def alarms_text(run: Run, detector: str = OURS) -> str:
@@ -74,7 +68,7 @@ def row(score: Score) -> str:
 
 def detectors(runs: Sequence[Run]) -> str:
     """Every detector over the runs."""
-    return "\n".join([HEAD, *(row(add_up(counted(runs), name)) for name in DETECTORS)])
+    return "\n".join([HEAD, *(row(add_up(runs, name)) for name in DETECTORS)])
 
 
 def families(runs: Sequence[Run]) -> str:
@@ -83,7 +77,7 @@ def families(runs: Sequence[Run]) -> str:
         "| family | faulty runs alerted | right kind | right place | false-alarm runs | median delay |",
         "|" + "---|" * 6,
     ]
-    for family, group in by(counted(runs), "family").items():
+    for family, group in by(runs, "family").items():
         score = add_up(group)
         delay = "-" if score.median_delay is None else f"{score.median_delay:.0f}"
         cells = (
@@ -110,7 +104,7 @@ def cases(runs: Sequence[Run]) -> str:
         healthy = first["score"] == "healthy"
         placed = [v.placed for v in verdicts if v.placed is not None]
         delays = [str(v.delay) for v in verdicts if v.delay is not None]
-        note = {"apart": " (apart)"}.get(first["score"], "") + (" (pending)" if name in PENDING else "")
+        note = {"apart": " (apart)"}.get(first["score"], "")
         wrong = sum(bool(run["wrong"]) for run in group)
         cells = (
             name,
