@@ -1,11 +1,13 @@
 """The models: chains of layers, a small convnet, a small decoder in all the ways its residual paths may be written.
 
-Axis letters: B batch, T positions, D features, H heads.
+Axis letters: B batch, T positions, D features.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.faults.data import VOCABULARY
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from byte_lm import Attention
 
 
 def he(model: nn.Module) -> nn.Module:
@@ -79,20 +84,6 @@ class LastState(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])
-
-
-class Attention(nn.Module):
-    """Causal self-attention, [B, T, D] to [B, T, D]."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 Norm = Literal["pre", "post", "none", "bare"]
