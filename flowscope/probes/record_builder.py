@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,11 @@ class RecordBuilder:
         key = metric_key(name, self._flow)
         self._record.metrics[key] = np.asarray(values, dtype=np.float64)
         self._labels[key] = tuple(labels)
+
+    def along(self, metrics: Mapping[str, Array], labels: Sequence[str]) -> None:
+        """Add metrics of a flow, those of its points with their labels, those between points with all but the first."""
+        for name, values in metrics.items():
+            self.add(name, values, labels if len(values) == len(labels) else labels[1:])
 
     def note(self, sentence: str) -> None:
         """Add a sentence on what could not be measured."""

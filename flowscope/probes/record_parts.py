@@ -53,8 +53,7 @@ def add_time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], no
         rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
         rows[:, ELEMENTS] = counts[order] * hidden
         rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
-        for metric, values in summaries.flow_metrics(rows).items():
-            out.add(metric, values, labels if len(values) == len(labels) else labels[1:])
+        out.along(summaries.flow_metrics(rows), labels)
         for metric, values in site_summaries.gate_metrics([table[row] for table in gates]).items():
             if gates:
                 out.add(metric, values, [f"{name}#{KEEPING[time._rnn.mode]}"])
@@ -65,8 +64,7 @@ def add_trajectory(out: RecordBuilder, trajectory: TrajectoryObserver, rows: Arr
     """The states of a differential equation's solver."""
     labels = trajectory.labels(len(rows))
     out.flow(FlowLayout(trajectory.path, "time", tuple(labels), tuple(labels[1:]), SOLVED))
-    for name, values in summaries.flow_metrics(rows).items():
-        out.add(name, values, labels if len(values) == len(labels) else labels[1:])
+    out.along(summaries.flow_metrics(rows), labels)
 
 
 def add_gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> None:

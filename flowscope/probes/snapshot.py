@@ -238,8 +238,7 @@ class Snapshot:
                 self._observation.warn_once(compiled.FORWARD_ONLY)
             hidden = ~(picked[:, BACKWARDS] > 0) | np.isnan(picked[:, GRAD_SQUARE])
             out.note(compiled.hidden_points(labels, hidden) if compiled.HOOKED_INTERMEDIATES else "")
-        blocks = labels[1:]
-        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, blocks, self._cell(flow)))
+        out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, labels[1:], self._cell(flow)))
         metrics = summaries.flow_metrics(picked)
         metrics["forward_calls"], metrics["tracked_calls"] = calls
         if flow.depth:
@@ -247,8 +246,7 @@ class Snapshot:
         if flow.flow.kind == "concat":
             metrics["group_grad_norm"] = metrics["grad_norm"]
             metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
-        for name, values in metrics.items():
-            out.add(name, values, labels if len(values) == len(points) else blocks)
+        out.along(metrics, labels)
         self._slow(out, flow, points, labels, host, picked)
         for site, where in self._sites:
             if site.flow == flow.flow.name:
