@@ -134,14 +134,12 @@ def test_a_loss_that_falls_later_resolves_it():
         (noisy(0.8 * CHANCE, 600), 10.0),  # converged above zero
         (noisy(0.05, 600, spread=0.02), 10.0),  # converged
         (noisy(2 * CHANCE, 600), 10.0),  # another loss
-        (np.linspace(CHANCE, 0.96 * CHANCE, 600) + noisy(0, 600, spread=0.01), 10.0),  # falls 1.3 % in 200 steps
+        (np.linspace(CHANCE, 0.96 * CHANCE - 0.1, 600) + noisy(0, 600, spread=0.01), 10.0),  # falls 2.8 % in 200 steps
         (noisy(CHANCE, 600), math.nan),
         (noisy(CHANCE, 600), 50_000.0),  # a language model at 2.3
     ],
 )
 def test_losses_that_learn_converge_or_have_no_level_of_guessing(losses, width):
-    if losses[0] > losses[-1] + 0.05 and width == 10.0 and abs(losses[-1] - 0.96 * CHANCE) < 0.05:
-        losses = losses - np.linspace(0, 0.1, 600)  # 3 % in 200 steps
     assert plateau(losses, width) == []
 
 
