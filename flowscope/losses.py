@@ -43,8 +43,9 @@ class LossesSinceRecord:
     def __init__(self) -> None:
         self._held: deque[float] = deque(maxlen=MOST)
 
-    def add(self, loss: float | None) -> None:
-        """A step ended with this loss."""
+    def add(self, losses: Sequence[float]) -> None:
+        """A step ended, for which these losses were given."""
+        loss = mean_loss(losses)
         self._held.append(np.nan if loss is None else loss)
 
     def take(self) -> NDArray[np.float64] | None:

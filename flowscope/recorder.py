@@ -20,7 +20,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
-from flowscope.losses import LateLoss, LossesSinceRecord
+from flowscope.losses import LateLoss, LossesSinceRecord, mean_loss
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
@@ -114,15 +114,14 @@ class Recorder:
         if ended.snapshot is None:
             if not canary.any() or "skipped" in ended.flags:
                 return
-            record: Record | None = Record(ended.step, flags=("unsampled", *ended.flags))
+            record: Record | None = Record(ended.step, mean_loss(losses), flags=("unsampled", *ended.flags))
         else:
             self.prepare(ended)
+            self.preview(ended)
             record = ended.record
         if record is None:
             return
-        record.flags, record.step = (ended.flags if ended.snapshot is not None else record.flags), ended.step
         record.flow_names = tuple(flow.name for flow in self.header.flows)
-        record.loss = sum(losses) / len(losses) if losses else None
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
         if ended.snapshot is not None:
@@ -151,11 +150,10 @@ class Recorder:
 
     @staticmethod
     def preview(ended: EndedStep) -> None:
-        """Complete a record that still waits for other ranks, as far as this rank can."""
+        """Give a record what may have come since it was made: flags, step number and loss, as far as they are here."""
         if (record := ended.record) is not None:
-            losses = [float(value) for value in ended.losses]
             record.flags, record.step = ended.flags, ended.step
-            record.loss = sum(losses) / len(losses) if losses else None
+            record.loss = mean_loss([float(value) for value in ended.losses])
 
     @staticmethod
     def _note_skip(ended: EndedStep) -> None:

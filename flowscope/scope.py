@@ -127,9 +127,8 @@ class Scope:
         self._closed = False
         self._step = 0
         self._samples = 0
-        self._runs_at_end = 0
+        self._runs_at_end = -1  # no step has ended
         self._ended_unclaimed = False
-        self._ended_any = False
         self._losses: list[Any] = []
         self._found_inf: list[Tensor] = []
         self._pending: deque[EndedStep] = deque()
@@ -445,7 +444,7 @@ class Scope:
 
     def just_ended(self) -> bool:
         """Whether a step has ended and the model has not run since."""
-        return self._ended_any and self._observation.runs() == self._runs_at_end
+        return self._observation.runs() == self._runs_at_end
 
     def joins(self, optimizer: Any) -> None:
         """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
@@ -492,12 +491,10 @@ class Scope:
             self._samples += 1
             snapshot = self._faults.guard("records", self._observation.snapshot, self._clock.optimizers, self._replays)
         scale = self._scaler.take_scale() if self._scaler is not None else None
-        self._pending.append(
-            EndedStep(self._step, snapshot, self._observation.take_canary(), self._losses, flags, scale)
-        )
-        self._pending[-1].found_inf, self._found_inf = self._found_inf, []
-        self._losses, self._replays, self._updating = [], [], False
-        self._ended_unclaimed = self._ended_any = True
+        canary = self._observation.take_canary()
+        self._pending.append(EndedStep(self._step, snapshot, canary, self._losses, flags, scale, self._found_inf))
+        self._losses, self._found_inf, self._replays, self._updating = [], [], [], False
+        self._ended_unclaimed = True
         self._runs_at_end = self._observation.runs()
         self._step += 1
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
