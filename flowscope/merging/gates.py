@@ -51,9 +51,19 @@ class GatedConnection(Connection):
         self.gates = nn.ModuleList(Gate(context, width, bias) for bias in biases)
         self.gate_value: dict[int, Tensor] | None = None
 
+    def logit(self, site: int, x: Tensor) -> Tensor:
+        """Return W x + b of a site, [..., 1 or D], features last."""
+        logit: Tensor = self.gates[site % len(self.gates)](self.features_last(x))
+        return logit
+
+    def branch_weight(self, site: int, t: Tensor) -> Tensor:
+        """Return what the branch is multiplied by where the gate is t."""
+        del site
+        return t
+
     def transform(self, site: int, x: Tensor) -> Tensor:
         """Return t = sigmoid(W x + b) of a site, shaped to broadcast over x."""
-        logit = self.gates[site % len(self.gates)](self.features_last(x))
+        logit = self.logit(site, x)
         self.observe(site, "gate_logit", logit)
         t = torch.sigmoid(logit)
         if self.keep_gates and not torch.compiler.is_compiling():
@@ -82,10 +92,11 @@ class KeelConnection(GatedConnection):
         self.observe_site(site, x, f)
         with without_autocast(x):
             x, f = common_dtype(x, f)
-            t = self.transform(site, x)
-            if self.options.preserve:
-                t = t * (1.0 + math.exp(-self.init_biases[site % len(self.gates)]))
-            return torch.addcmul(x, t, f), state
+            return torch.addcmul(x, self.branch_weight(site, self.transform(site, x)), f), state
+
+    def branch_weight(self, site: int, t: Tensor) -> Tensor:
+        """Return t, or with `preserve` t over its first value."""
+        return t * (1.0 + math.exp(-self.init_biases[site % len(self.gates)])) if self.options.preserve else t
 
 
 class HighwayConnection(GatedConnection):

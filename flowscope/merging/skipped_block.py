@@ -11,7 +11,6 @@ Axis letters: B batch (first axis), D features.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flowscope.errors import FlowscopeError
-from flowscope.merging.gates import GatedConnection, KeelConnection
+from flowscope.merging.gates import GatedConnection
 from flowscope.merging.interception import Carry, plain
 
 logger = logging.getLogger("flowscope")
@@ -307,11 +306,8 @@ class _Like:
 
 
 def branch_weight(connection: GatedConnection, site: int, x: Tensor) -> Tensor:
-    """Return the weight of the branch at a site, [..., 1 or D]: t, or with `preserve` t over its first value."""
-    t = torch.sigmoid(connection.gates[site % len(connection.gates)](connection.features_last(x)))
-    if isinstance(connection, KeelConnection) and connection.options.preserve:
-        t = t * (1.0 + math.exp(-connection.init_biases[site % len(connection.gates)]))
-    return t
+    """Return the weight of the branch at a site, [..., 1 or D]."""
+    return connection.branch_weight(site, torch.sigmoid(connection.logit(site, x)))
 
 
 def leaves(tree: Any) -> list[Any]:
