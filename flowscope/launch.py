@@ -84,10 +84,6 @@ class Launch:
         _after(module.GradScaler, "__init__", self._scaler_made)
 
     def _optimizer_made(self, optimizer: Any) -> None:
-        import torch
-
-        if not self.scopes:
-            self._listen_to_losses(torch.Tensor)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in _roots(held):
             if not any(known() is model for known in self._models):
@@ -115,6 +111,8 @@ class Launch:
             return
         scope.automatic = True
         self.scopes.append(scope)
+        if len(self.scopes) == 1:
+            self._listen_to_losses()
 
     def _scaler_made(self, scaler: Any) -> None:
         self._scalers.append(weakref.ref(scaler))
@@ -123,18 +121,18 @@ class Launch:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def _listen_to_losses(self, tensor: type[Tensor]) -> None:
-        backward: Callable[..., Any] = tensor.backward
+    def _listen_to_losses(self) -> None:
+        import torch
+
+        backward: Callable[..., Any] = torch.Tensor.backward
 
         @functools.wraps(backward)
         def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            import torch
-
             if not torch.compiler.is_compiling() and loss.numel() == 1:
                 self._take_loss(loss)
             return backward(loss, *args, **kwargs)
 
-        tensor.backward = listening  # type: ignore[method-assign,assignment]
+        torch.Tensor.backward = listening  # type: ignore[method-assign,assignment]
 
     def _take_loss(self, loss: Tensor) -> None:
         value = loss.detach()
@@ -246,9 +244,7 @@ def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType, str]:
     if not file.is_file():
         raise FlowscopeError(f"flowscope run: there is no file {path!r}; expected a Python script, or -m and a module.")
     file = file.absolute()
-    main = types.ModuleType("__main__")
-    main.__file__ = str(file)
-    vars(main)["__builtins__"] = __builtins__
+    main = _main_module(str(file))
     return compile(file.read_bytes(), str(file), "exec"), main, str(file.resolve().parent)
 
 
@@ -271,8 +267,13 @@ def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType, str]:
         raise FlowscopeError(
             f"flowscope run -m: there is no module {name!r} that can be run; expected what python -m runs."
         )
-    main = types.ModuleType("__main__")
-    main.__file__, main.__spec__, main.__package__ = spec.origin, spec, spec.parent
-    main.__loader__ = spec.loader
-    vars(main)["__builtins__"] = __builtins__
+    main = _main_module(spec.origin)
+    main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
     return code, main, str(Path.cwd())
+
+
+def _main_module(file: str | None) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__file__ = file
+    vars(main)["__builtins__"] = __builtins__
+    return main
