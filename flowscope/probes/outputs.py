@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.statistics import at_least_single
 
 SAMPLES = 64
 ENTRIES = 1024
@@ -83,8 +84,7 @@ def variation(x: Tensor) -> Tensor:
         x = x.flatten(1, -2)
         x = x[:, :: -(-x.shape[1] * x.shape[2] // max(ENTRIES, x.shape[2]))].flatten(1)
     x = x.reshape(x.shape[0], -1)
-    x = x[:, :: -(-x.shape[1] // ENTRIES)]
-    x = x if x.dtype == torch.float64 else x.float()
+    x = at_least_single(x[:, :: -(-x.shape[1] // ENTRIES)])
     # from the first sample on: what is equal differs by exactly 0
     apart = x - x[:1]
     apart -= apart.mean(0)

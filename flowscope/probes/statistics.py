@@ -73,6 +73,11 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def at_least_single(x: Tensor) -> Tensor:
+    """Return real x as it is in fp32 and fp64, in which its small differences survive, else in fp32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
     device = x.device.type

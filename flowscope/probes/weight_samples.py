@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.norms import Number, numbers, row_norms
-from flowscope.probes.statistics import is_host, wide
+from flowscope.probes.statistics import at_least_single, is_host, wide
 
 RUN = 16
 """Entries looked at side by side: single entries would touch a cache line each, which is as slow as reading all."""
@@ -48,9 +48,9 @@ class _Plan:
 
     def copy(self) -> tuple[Tensor, Tensor]:
         """Return the entries as they are now: [entries] of the whole tensors, [tensors, entries] of the rest."""
-        rows = self.whole if self._plain else [_row(_wide(view)) for view in self.whole]
+        rows = self.whole if self._plain else [_row(at_least_single(view)) for view in self.whole]
         whole = torch.cat(rows) if rows else torch.empty(0)
-        runs = torch.cat([_wide(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
+        runs = torch.cat([at_least_single(view) for view in self.runs]) if self.runs else torch.empty(0, RUN)
         return whole, runs.view(len(self.runs), -1) if self.runs else runs
 
 
@@ -190,11 +190,6 @@ def _place(tensor: Tensor) -> list[int]:
 def _places(tensors: Iterable[Tensor]) -> Places:
     held = list(tensors)
     return list(map(Tensor.data_ptr, held)), list(map(Tensor.numel, held))
-
-
-def _wide(view: Tensor) -> Tensor:
-    """At least fp32: a small change of fp64 weights would vanish in less than they have."""
-    return view if view.dtype in (torch.float32, torch.float64) else view.float()
 
 
 def _row(view: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flowscope.probes.statistics import at_least_single
+
 ROWS = 64
 ENTRIES = 64
 """At most so many evenly spaced rows, and entries of a row, are looked at."""
@@ -55,8 +57,7 @@ def sampled(weight: Tensor) -> Tensor:
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj())
     rows = rows.reshape(rows.shape[0], -1)
-    rows = rows[:, :: -(-rows.shape[1] // ENTRIES)]
-    return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    return at_least_single(rows[:, :: -(-rows.shape[1] // ENTRIES)])
 
 
 def _spread(x: Tensor) -> Tensor:
