@@ -32,25 +32,26 @@ class Incident:
         return f"{self.alert.kind}{place} (step {self.since})"
 
 
+def paired(alerts: Iterable[Alert]) -> list[Incident]:
+    """Pair raised with resolved alerts; in the order in which they were raised."""
+    out: list[Incident] = []
+    standing: dict[tuple[str, str | None, str], int] = {}
+    for alert in alerts:
+        condition = alert.kind, alert.flow, alert.where
+        if alert.state == "raised":
+            standing[condition] = len(out)
+            out.append(Incident(alert))
+        elif (number := standing.pop(condition, None)) is not None:
+            out[number] = Incident(out[number].alert, alert.step)
+    return out
+
+
 def incidents(alerts: Iterable[Alert]) -> list[Incident]:
-    """Pair raised with resolved alerts; in the order in which the conditions began.
+    """The pairs in the order in which the conditions began.
 
     Conditions of one step keep the order in which the detectors ask: a cause before what it explains.
     """
-    out: list[Incident] = []
-    for alert in alerts:
-        if alert.state == "raised":
-            out.append(Incident(alert))
-            continue
-        key = (alert.kind, alert.flow, alert.where)
-        standing = [
-            n
-            for n, incident in enumerate(out)
-            if incident.resolved is None and (incident.alert.kind, incident.alert.flow, incident.alert.where) == key
-        ]
-        if standing:
-            out[standing[-1]] = Incident(out[standing[-1]].alert, alert.step)
-    return sorted(out, key=lambda incident: incident.since)
+    return sorted(paired(alerts), key=lambda incident: incident.since)
 
 
 def story(alerts: Iterable[Alert]) -> str | None:

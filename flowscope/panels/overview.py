@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowscope.diagnosis import story
+from flowscope.diagnosis import paired, story
 from flowscope.panels.catalogue import EXTREME, SHOWN_BY, present
 from flowscope.panels.series import Array, strict
 from flowscope.records import Alert, RunHeader, metric_key, split_key
@@ -87,19 +87,12 @@ def flows_of(run: RunView) -> list[dict[str, Any]]:
 def alert_spans(run: RunView) -> list[dict[str, Any]]:
     """Each raised alert with the step at which it was resolved (None: it stands), and the metric and row to look at."""
     spans: list[dict[str, Any]] = []
-    standing: dict[tuple[str, str | None], dict[str, Any]] = {}
-    for alert in run.alerts:
-        cause = (alert.kind, alert.flow)
-        if alert.state == "resolved":
-            span = standing.pop(cause, None)
-            if span:
-                span["resolved"] = alert.step
-            continue
+    for incident in paired(run.alerts):
+        alert = incident.alert
         data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
         key, row = place(run, alert)
         found = {"key": key, "row": row, "extreme": EXTREME.get(alert.kind)}
-        standing[cause] = {**data, "since": alert.since, "flow": alert.flow, "resolved": None, **found}
-        spans.append(standing[cause])
+        spans.append({**data, "since": alert.since, "flow": alert.flow, "resolved": incident.resolved, **found})
     return spans
 
 
