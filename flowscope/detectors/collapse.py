@@ -20,7 +20,7 @@ CLEARLY_LOWER = 10.0
 HEALTHY_RANK = 4.0
 """Below this effective rank at the start (few classes, narrow heads, a batch of one) a rank says nothing."""
 SUPPORTING_PRODUCT = 0.3
-"""A gradient product below this supports a token collapse; healthy Pre-LN models stay above 1."""
+"""A gradient product below this supports a token collapse: less of the depth tells; healthy Pre-LN models exceed 1."""
 FROM_START_RECORDS = 4
 """A rank that was low from the start must stay so for this many records that have one."""
 COMPARED_CALLS = 2
@@ -69,16 +69,17 @@ class CommonMode:
     def __init__(self) -> None:
         self._first: dict[str, tuple[Array, Array]] = {}
 
+    def learn(self, view: FlowView) -> None:
+        """Keep the start: the first record that has it."""
+        if view.layout.name not in self._first and (measured := _apart(view)) is not None:
+            self._first[view.layout.name] = measured
+
     def grew(self, view: FlowView, points: int) -> bool:
-        """Whether it grew at the last so many points, where samples were less alike at the start. Learns the start."""
-        cosine, rms = view.get("sample_cosine"), view.get("act_rms")
-        if cosine is None or rms is None or cosine.shape != rms.shape:
+        """Whether it grew at the last so many points, where samples were less alike at the start."""
+        start, now = self._first.get(view.layout.name), _apart(view)
+        if start is None or now is None or start[0].shape != now[0].shape:
             return False
-        distance = 1 - cosine
-        apart = np.square(rms) * distance
-        first, usual = self._first.setdefault(view.layout.name, (distance, apart))
-        if first.shape != distance.shape or points == 0:
-            return False
+        (first, usual), (distance, apart) = start, now
         shared = (distance < first) & (CLEARLY_LOWER * apart > usual)
         return bool(shared[-points:].all())
 
@@ -116,12 +117,11 @@ class TokenCollapse(Detector):
         beyond = distance < limit
         trailing = _trailing(beyond)
         depth = distance.size - 1
-        if trailing < max(2, math.ceil(depth / (8 if _falling(view) else 3))):
+        if trailing < max(2, math.ceil(depth / (8 if _falling(view, SUPPORTING_PRODUCT) else 3))):
             close = _trailing(distance < limit * self.config.release_factor) > 0
             return Finding(self.kind, flow=view.layout.name, level="near") if close else None
         where = distance.size - trailing
-        product = view.get("gradient_product")
-        nothing_back = product is not None and bool((product < self.config.vanishing_product).any())
+        nothing_back = _falling(view, self.config.vanishing_product)
         whole = 2 * _trailing(distance < limit / 10) > depth
         places = f"{depth} blocks" if distance.size == len(view.layout.points) else f"{distance.size} merge sites"
         severity: Severity = "error" if whole or nothing_back else "warning"
@@ -205,7 +205,7 @@ class RepresentationCollapse(Detector):
         if distance is None:
             return Finding(self.kind, flow=name, cause="samples", level="unseen")
         last = float(distance[-1])
-        self._common.grew(view, 0)
+        self._common.learn(view)
         widest = self._widest[name] = max(self._widest.get(name, 0.0), last)
         limit = 1 - self.config.sample_cosine
         if (alike := samples_alike(distance, limit)) >= 2:
@@ -306,7 +306,7 @@ class RankCollapse(Detector):
 
     def _judge(self, view: FlowView) -> Finding | None:
         rank, name = view.get("effective_rank"), view.layout.name
-        self._common.grew(view, 0)
+        self._common.learn(view)
         if rank is None or rank.size < 2:
             return Finding(self.kind, flow=name, level="unseen")
         first = self._first_rank.setdefault(name, rank.copy())
@@ -387,10 +387,18 @@ class ConstantOutput(Detector):
         )
 
 
-def _falling(view: FlowView) -> bool:
-    """Whether the gradient is also getting lost: then less of the depth needs to have collapsed to tell."""
+def _falling(view: FlowView, below: float) -> bool:
+    """Whether the gradient is also getting lost: its product falls below this somewhere."""
     product = view.get("gradient_product")
-    return product is not None and bool((product < SUPPORTING_PRODUCT).any())
+    return product is not None and bool((product < below).any())
+
+
+def _apart(view: FlowView) -> tuple[Array, Array] | None:
+    """1 - mean cosine between samples, and that in units of the activation's mean square [L+1]."""
+    cosine, rms = view.get("sample_cosine"), view.get("act_rms")
+    if cosine is None or rms is None or cosine.shape != rms.shape:
+        return None
+    return 1 - cosine, np.square(rms) * (1 - cosine)
 
 
 def _trailing(flags: Flags) -> int:
