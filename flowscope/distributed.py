@@ -18,14 +18,11 @@ Reading records or closing waits for at most `exchange.GRACE` seconds, and enter
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +33,13 @@ from torch import Tensor
 from flowscope.config import WatchConfig
 from flowscope.faults import LOGGER
 from flowscope.losses import LateLoss
+from flowscope.probes.agreement import SCHEDULE_STEPS, Registration, layout_of, parts_in_common
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
 from flowscope.probes.exchange import Exchange, Extremes
 from flowscope.probes.observation import Observation
 from flowscope.probes.payload import Part, Sharing, from_host
-from flowscope.probes.process_groups import Group, find_group, several_processes
+from flowscope.probes.process_groups import Group, find_group, sequence_of, several_processes
 from flowscope.probes.statistics import wide
 from flowscope.recorder import EndedStep
 from flowscope.records import Record, split_key
@@ -49,9 +47,7 @@ from flowscope.schedule import Schedule
 
 Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)
-SCHEDULE_STEPS = 1024
 MOST_LATE = 128
-BUCKETS = 64
 LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap"})
 """What does not add up over ranks: the first rank's, sent to the others with the next sum."""
 OF_A_FLOW = frozenset({"grad_norm", "grad_rms", "gain", "gradient_product", "act_rms"})
@@ -70,21 +66,18 @@ class Ranks:
         prepare: makes the record of a sampled step whose sums are there.
     """
 
-    _registered: ClassVar[Counter[str]] = Counter()
-
     def __init__(
         self, observation: Observation, config: WatchConfig, schedule: Schedule, prepare: Callable[[EndedStep], None]
     ) -> None:
         self._observation, self._config, self._schedule, self._prepare = observation, config, schedule, prepare
         self.group: Group | None = None
         self.joined = self._alone = False
-        self._key = ""
+        self._registration: Registration | None = None
         self._registered_at = -1
         self._ended = 0
         self._sequence = -1
         self._agreed: dict[str, int] = {}
         self._handshakes = 2
-        self._taken = 0
         self._exchange: Exchange | None = None
         self._since: list[EndedStep] = []
         self._sent: list[EndedStep] = []
@@ -110,7 +103,7 @@ class Ranks:
             return
         if self._registered_at < 0:
             self._look()
-        self._sequence = _sequence_of(dist.group.WORLD)
+        self._sequence = sequence_of(dist.group.WORLD)
 
     def _look(self) -> None:
         group = find_group(self._observation.model)
@@ -122,29 +115,14 @@ class Ranks:
             self._register(group)
 
     def _register(self, group: Group) -> None:
-        """Count this rank among those that have its layout; what is counted is only read in a later hook."""
         self.group = group
-        layout = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
-        Ranks._registered[layout] += 1
-        self._key = f"flowscope/{layout}/{Ranks._registered[layout]}"
-        self._store().add(self._key, 1)
+        self._registration = Registration(group, layout_of(group, self._observation, self._config, self._schedule))
         self._registered_at = self._ended
 
-    def _store(self) -> Any:
-        assert self.group is not None
-        return dist.distributed_c10d._get_process_group_store(self.group.process_group)
-
-    def _layout(self, group: Group) -> list[Any]:
-        observation, config = self._observation, self._config.model_dump(mode="json")
-        plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.plan]
-        shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
-        sites = [(site.flow, site.mode, site.labels) for site in observation.sites]
-        gates = observation.gates.labels if observation.gates is not None else []
-        steps = [bool(self._schedule(step)) for step in range(SCHEDULE_STEPS)]
-        for display in ("console", "images_every", "max_records", "max_alerts"):
-            config.pop(display, None)
-        here = [group.size, group.kind, _sequence_of(group.process_group), observation.fixed_rows]
-        return [plan, shapes, sites, gates, steps, config, here]
+    def _registered(self) -> Registration:
+        """There since the ranks' layout is known."""
+        assert self._registration is not None
+        return self._registration
 
     def _join(self) -> None:
         """In a step's hook: begin to add up, where all ranks have registered and the ranks are seen to go in step."""
@@ -158,7 +136,7 @@ class Ranks:
             device = self._device()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # once: the collectives of backward are behind all ranks
-            count = int(self._store().add(self._key, 0))
+            count = self._registered().count()
             if count != self.group.size:
                 self._stay_alone(
                     f"{count} of {self.group.size} ranks watch it with this layout and schedule (call flowscope.watch "
@@ -171,7 +149,7 @@ class Ranks:
 
     def _in_step(self, group: Group) -> bool:
         """Whether something shows that the other ranks make this step too: a wrapper, or a collective in the step."""
-        return bool(group.kind) or _sequence_of(group.process_group) > self._sequence >= 0
+        return bool(group.kind) or sequence_of(group.process_group) > self._sequence >= 0
 
     def _stay_alone(self, why: str) -> None:
         self._alone = True
@@ -216,7 +194,7 @@ class Ranks:
             self._take(wait=True)
             ended.awaited = True
             uneven = self._party()[0].uneven
-            if uneven or (sampled and self._others_left(self._entered)):
+            if uneven or (sampled and self._registered().others_left(self._entered)):
                 self._since.append(ended)
                 self._give_up(UNEVEN if uneven else "another rank has closed its scope")
                 return
@@ -232,16 +210,8 @@ class Ranks:
                 raise
             # a rank has died: the training's own collectives tell the user
 
-    def _others_left(self, entered: int) -> bool:
-        """Whether a rank closed its scope after this many sums: it will not enter the next."""
-        return int(self._store().add(f"{self._key}/left after {entered}", 0)) > 0
-
-    def _tell_left(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            self._store().add(f"{self._key}/left after {self._entered}", 1)
-
     def _give_up(self, why: str) -> None:
-        self._tell_left()
+        self._registered().tell_left(self._entered)
         self.joined, self._exchange = False, None
         self._stay_alone(why)
         self._release()
@@ -278,7 +248,7 @@ class Ranks:
         if self.joined:
             with contextlib.suppress(RuntimeError, OSError):
                 self.poll()
-            self._tell_left()
+            self._registered().tell_left(self._entered)
         self.joined, self._alone, self._exchange = False, True, None
         self._release()
 
@@ -325,35 +295,21 @@ class Ranks:
         return own + (ended.snapshot.parts(sharing, self._agreed) if ended.snapshot is not None else [])
 
     def _handshake(self, own: list[Part]) -> None:
-        """Agree on the parts that all ranks have in common: one MAX of hashes of them and of their negatives."""
+        """Agree on the parts that all ranks have in common."""
         group, sharing = self._party()
         self._handshakes -= 1
         units = {probe.label for probe in self._observation.units.probes} if self._observation.units else set()
         known = {n: s for n, s in self._agreed.items() if not n.startswith("units ") or n.split(" ")[1] in units}
         known.update({part.name: part.size for part in own})
         fixed = {part.name for part in own if part.fixed}
-        buckets = np.zeros(BUCKETS + 1)
-        for name, size in known.items():
-            bucket = BUCKETS if name in fixed else zlib.crc32(name.encode()) % BUCKETS
-            value = int(hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:8], 16)
-            buckets[bucket] = (buckets[bucket] + value) % 2.0**50
-        vector = from_host(np.concatenate([buckets, -buckets]), sharing.device)
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group.process_group)
-        largest = vector.cpu().double().numpy()
-        same = largest[: BUCKETS + 1] == -largest[BUCKETS + 1 :]
-        common = {
-            name: size
-            for name, size in known.items()
-            if same[BUCKETS if name in fixed else zlib.crc32(name.encode()) % BUCKETS]
-        }
-        self._agreed = dict(sorted(common.items()))
+        self._agreed = parts_in_common(known, fixed, sharing.device, group.process_group)
 
     def _take(self, *, wait: bool) -> None:
         """Put the sum under way in its places."""
         exchange = self._exchange
         if exchange is None or not (wait or exchange.wait_a_little()):
             return
-        exchange.wait(lambda: not self._others_left(self._entered - 1))
+        exchange.wait(lambda: not self._registered().others_left(self._entered - 1))
         sums, ended, self._exchange = exchange.sums(), self._of, None
         for part, at in exchange.places:
             part.scatter(sums[at : at + part.size].copy())
@@ -463,11 +419,3 @@ def _add_losses(row: Tensor, losses: list[Any]) -> None:
         value = loss.source if isinstance(loss, LateLoss) else loss
         row[KINDS] += value.reshape(()).to(row.device, row.dtype) if isinstance(value, Tensor) else float(value)
         row[KINDS + 1] += 1.0
-
-
-def _sequence_of(group: Any) -> int:
-    """How many collectives of a group this rank has entered; -1 where the backend does not count."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
-        return -1

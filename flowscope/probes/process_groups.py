@@ -78,6 +78,14 @@ def is_first_process() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) < 2 or int(os.environ.get("RANK", "0")) == 0
 
 
+def sequence_of(group: Any) -> int:
+    """How many collectives of a group this rank has entered; -1 where the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return -1
+
+
 def find_group(model: nn.Module) -> Group | None:
     """Return the ranks that train `model` together; None where they hold it in a way that is not known.
 
