@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -56,6 +57,16 @@ def play(records: Iterable[Record], head: RunHeader | None = None, config: Watch
     """All alerts of a fresh detector set over these records."""
     detectors = DetectorSet(config or WatchConfig())
     return [alert for item in records for alert in detectors.check(item, head or header())]
+
+
+def played_with_a_break(
+    records: Sequence[Record], cut: int, head: RunHeader | None = None
+) -> tuple[list[Alert], list[Alert]]:
+    """All alerts of one detector set, and those of two where the second takes over the first's state at `cut`."""
+    head, first, second = head or header(), DetectorSet(WatchConfig()), DetectorSet(WatchConfig())
+    start = [alert for item in records[:cut] for alert in first.check(item, head)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    return play(records, head), start + [alert for item in records[cut:] for alert in second.check(item, head)]
 
 
 def told(alerts: Iterable[Alert]) -> list[tuple[str, str, int, str]]:

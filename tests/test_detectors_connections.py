@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from detector_records import header, layout, play, record, told
+from detector_records import header, layout, play, played_with_a_break, record, told
 from torch import nn
 
 import flowscope
-from flowscope.config import WatchConfig
-from flowscope.detectors import DetectorSet
 from flowscope.records import FlowLayout, Record
 
 SITES = tuple(f"blocks.{k // 2}#{k % 2}" for k in range(6))
@@ -186,13 +183,9 @@ def test_a_solver_that_does_not_converge_explains_its_cost():
 def test_state_goes_on():
     series = [solved(s, nfe=[20.0 if s < 8 else 100.0, 5.0]) for s in range(12)]
     series += [streams(s, 0.3 if s < 20 else 1e-4) for s in range(12, 26)]
-    whole, first, second = (DetectorSet(WatchConfig()) for _ in range(3))
-    expected = [a for item in series for a in whole.check(item, HEAD)]
-    assert {a.kind for a in expected} == {"solver_cost", "stream_collapse"}
-    cut = 22
-    start = [a for item in series[:cut] for a in first.check(item, HEAD)]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    assert start + [a for item in series[cut:] for a in second.check(item, HEAD)] == expected
+    whole, parts = played_with_a_break(series, 22, HEAD)
+    assert {a.kind for a in whole} == {"solver_cost", "stream_collapse"}
+    assert parts == whole
 
 
 class Block(nn.Module):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from detector_records import header, layout, play, record, slope, told
+from detector_records import header, layout, play, played_with_a_break, record, slope, told
 from torch import nn
 from torch.nn import functional
 
 import flowscope
-from flowscope.config import WatchConfig
-from flowscope.detectors import DetectorSet
 from flowscope.probes.units import UnitProbe
 from flowscope.records import Record, RunHeader
 
@@ -125,11 +121,8 @@ def test_one_such_matrix_must_stay_so_and_the_last_may_be_constant():
 
 def test_a_set_that_loads_the_state_goes_on():
     series = [dead(s, 0.1, 0.8, 0.2) for s in range(4)]
-    whole, first, second = (DetectorSet(WatchConfig()) for _ in range(3))
-    expected = [a for item in series for a in whole.check(item, HEAD)]
-    start = [a for item in series[:1] for a in first.check(item, HEAD)]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    assert start + [a for item in series[1:] for a in second.check(item, HEAD)] == expected
+    whole, parts = played_with_a_break(series, 1, HEAD)
+    assert parts == whole
 
 
 def test_units_off_by_chance_in_small_batches_are_not_lasting():
