@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 
 from flowscope.errors import FlowscopeError
 from flowscope.probes.hooks import Hook, Hooks, in_backward
+from flowscope.probes.parameters import held_by
 
 
 class StepListener(Protocol):
@@ -71,10 +72,10 @@ class OptimizerClock:
     def _owns(self, optimizer: Optimizer) -> bool:
         if any(optimizer is known for known in self.optimizers):
             return True
-        held = _parameters_of(optimizer)
+        held = held_by(optimizer)
         if self.given:
             # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
-            return self._stepping is None and any(held & _parameters_of(known) for known in self.optimizers)
+            return self._stepping is None and any(held & held_by(known) for known in self.optimizers)
         return any(id(p) in held for p in self._model.parameters())
 
     def _take_in(self, optimizer: Optimizer) -> None:
@@ -85,8 +86,8 @@ class OptimizerClock:
         if optimizer in self._replaced:
             self.optimizers.insert(0, optimizer)
             return
-        held = _parameters_of(optimizer)
-        older = [i for i, known in enumerate(self.optimizers) if held & _parameters_of(known)]
+        held = held_by(optimizer)
+        older = [i for i, known in enumerate(self.optimizers) if held & held_by(known)]
         for i in older:
             self._replaced.add(self.optimizers[i])
         if older and self.given:
@@ -173,10 +174,6 @@ def _is_recomputed() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _weakly(hook: Hook) -> Callable[..., None]:

@@ -244,7 +244,7 @@ class ParameterObserver:
         known = list(optimizers)
         if not known:
             return np.full(len(self.names), np.nan)
-        held = {id(p) for optimizer in known for group in optimizer.param_groups for p in group["params"]}
+        held = set[int]().union(*map(held_by, known))
         return np.array([float(p is not None and id(p) in held) for p in self.current()])
 
     def learning_rates(self, optimizers: Iterable[Any]) -> NDArray[np.float64]:
@@ -254,6 +254,11 @@ class ParameterObserver:
             for group in optimizer.param_groups:
                 rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
         return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in self.current()])
+
+
+def held_by(optimizer: Any) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

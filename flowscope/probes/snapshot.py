@@ -15,7 +15,7 @@ from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.norm_gaps import NormGapObserver
-from flowscope.probes.parameters import ParameterObserver
+from flowscope.probes.parameters import ParameterObserver, held_by
 from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.record_builder import RecordBuilder, few
 from flowscope.probes.record_parts import added
@@ -124,7 +124,7 @@ class Snapshot:
         if parameters is None or self._wiring is None:
             return
         self._wiring = (self._wiring[0], parameters.optimized(optimizers), parameters.learning_rates(optimizers))
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = held_by(optimizer)
         self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
 
     def local_flows(self) -> set[str]:
