@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from watch_models import B, Block, D, Stack, close_to, data, loss_of, norms, truth, watched
+from watch_models import AddsToItsInput, B, Block, D, Stack, close_to, data, loss_of, norms, sgd, truth, watched
 
 import flowscope
 from flowscope.probes import compiled as probes_compiled
@@ -44,10 +44,6 @@ class Backend:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.graphs.append(graph)
         return self._compile(graph, inputs)
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 def train(
@@ -242,16 +238,6 @@ def test_blocks_called_three_times_are_a_row_each_that_says_so() -> None:
     for i, label in enumerate(["blocks.0", "blocks.1"]):
         calls = [eager["grad_norm"][eager.labels("grad_norm").index(f"{label}#{call}")] for call in range(3)]
         np.testing.assert_allclose(traced["grad_norm"][1 + i], np.linalg.norm(calls), rtol=1e-5)
-
-
-class AddsToItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += self.fc(self.norm(x.clone()))
-        return x
 
 
 def test_blocks_that_change_their_input_in_place_are_not_seen_rather_than_wrong() -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from watch_models import D, Stack, close_to, data, loss_of, norms, truth, watched
+from watch_models import Checkpointed, D, Stack, close_to, data, loss_of, norms, truth, watched
 
 import flowscope
 
@@ -29,11 +28,10 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- optimizers that step inside backward
 
 
-class Recomputed(Stack):
+class Recomputed(Checkpointed):
     """Every block is checkpointed, so its parameters get their gradients in a backward of its own."""
 
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=True)
+    reentrant = True
 
 
 def step_inside_backward(model: nn.Module) -> list[torch.optim.Optimizer]:

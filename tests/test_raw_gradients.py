@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from watch_models import Stack, close_to, data, loss_of, watched
+from watch_models import Checkpointed, Stack, close_to, data, loss_of, watched
 
 from flowscope.probes.raw_gradients import FIRST_READS
 from flowscope.records import Record
@@ -130,13 +129,6 @@ def test_a_loss_scale_is_divided_out(fused: bool, given: bool, clip: bool) -> No
         close_to(record["param_grad_norm_raw"], raw[record.step])
         assert (record["clip_ratio"] < 0.9) == clip
         assert clip or abs(float(record["clip_ratio"][0]) - 1) < 1e-5
-
-
-class Checkpointed(Stack):
-    reentrant = True
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -10,7 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from watch_models import IN, B, Block, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
+from watch_models import (
+    IN,
+    B,
+    Block,
+    Checkpointed,
+    D,
+    Stack,
+    T,
+    close_to,
+    data,
+    keep,
+    loss_of,
+    norms,
+    one_step,
+    truth,
+    watched,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,27 +35,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def one_step(
-    model: nn.Module, batch: tuple[Tensor, Tensor] | None = None, twin: nn.Module | None = None, **options: Any
-) -> Any:
-    """One watched SGD step; returns the record and the true gradients of its points (from `twin`, else a copy)."""
-    batch = batch or data()
-    expected = truth(twin or model, batch)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with watched(model, optimizer, **options) as scope:
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return scope.records[0], expected
-
-
 # -- checkpointing
-
-
-class Checkpointed(Stack):
-    reentrant = False
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
 def plain_twin(model: Stack) -> Stack:

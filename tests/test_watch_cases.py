@@ -17,26 +17,29 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from watch_models import IN, B, Block, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
+from watch_models import (
+    IN,
+    AddsToItsInput,
+    B,
+    Block,
+    D,
+    Stack,
+    T,
+    close_to,
+    data,
+    keep,
+    loss_of,
+    norms,
+    one_step,
+    truth,
+    watched,
+)
 
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
     torch.manual_seed(0)
-
-
-def one_step(
-    model: nn.Module, batch: tuple[Tensor, Tensor] | None = None, twin: nn.Module | None = None, **options: Any
-) -> Any:
-    """One watched SGD step; returns the record and the true gradients of its points (from `twin`, else a copy)."""
-    batch = batch or data()
-    expected = truth(twin or model, batch)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with watched(model, optimizer, **options) as scope:
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return scope.records[0], expected
 
 
 # -- outputs and arguments
@@ -72,16 +75,6 @@ def test_an_inplace_operation_after_a_point_changes_neither_gradient_nor_statist
     record, expected = one_step(model, batch, flows=["blocks"])
     close_to(record["grad_norm"], norms(expected))
     close_to(record["act_rms"], [t.detach().double().square().mean().sqrt() for t in taps])
-
-
-class AddsToItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += self.fc(self.norm(x.clone()))
-        return x
 
 
 class AddsStack(Stack):

@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, loss_of, norms, truth, watched
+from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, loss_of, norms, sgd, truth, watched
 
 
 @pytest.fixture(autouse=True)
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
     torch.manual_seed(0)
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr)
 
 
 # -- what changes while attached

@@ -18,8 +18,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.checkpoint import checkpoint
-from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, loss_of, norms, truth, watched
+from watch_models import IN, OUT, B, Block, Checkpointed, D, Stack, T, close_to, data, loss_of, norms, truth, watched
 
 import flowscope
 from flowscope.detectors.gradients import VanishingGradient
@@ -29,13 +28,6 @@ EVERYTHING = {"slow_every": 1, "metrics": ("flow", "depth", "parameters")}
 
 
 # -- bitwise
-
-
-class Checkpointed(Stack):
-    reentrant = False
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
 
 
 class Conv(nn.Module):

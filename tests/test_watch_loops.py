@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from watch_models import IN, OUT, Block, D, Stack, close_to, data, keep, loss_of, norms, truth, watched
+from watch_models import IN, OUT, Block, D, Stack, close_to, data, keep, loss_of, norms, sgd, truth, watched
 
 import flowscope
 
@@ -18,10 +18,6 @@ import flowscope
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
     torch.manual_seed(0)
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr)
 
 
 # -- accumulation

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import flowscope
 
@@ -56,6 +57,27 @@ class Stack(nn.Module):
         return block(x)
 
 
+class Checkpointed(Stack):
+    """Every block is computed again in the backward pass."""
+
+    reentrant = False
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+class AddsToItsInput(nn.Module):
+    """x += fc(norm(x)), in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.fc(self.norm(x.clone()))
+        return x
+
+
 def data(seed: int = 0, batch: int = B) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, T, IN, generator=generator), torch.randn(batch, T, OUT, generator=generator)
@@ -63,6 +85,10 @@ def data(seed: int = 0, batch: int = B) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], taps: Taps = None) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]) if taps is None else model(batch[0], taps), batch[1])
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr)
 
 
 def watched(model: nn.Module, optimizer: Any = None, **options: Any) -> flowscope.Scope:
@@ -84,6 +110,19 @@ def truth(model: nn.Module, batch: tuple[Tensor, Tensor], scale: float = 1.0) ->
     twin = copy.deepcopy(model)
     taps: list[Tensor] = []
     return list(torch.autograd.grad(loss_of(twin, batch, taps) * scale, taps))
+
+
+def one_step(
+    model: nn.Module, batch: tuple[Tensor, Tensor] | None = None, twin: nn.Module | None = None, **options: Any
+) -> Any:
+    """One watched SGD step; returns the record and the true gradients of its points (from `twin`, else a copy)."""
+    batch = batch or data()
+    expected = truth(twin or model, batch)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with watched(model, optimizer, **options) as scope:
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return scope.records[0], expected
 
 
 def close_to(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
