@@ -14,6 +14,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from flowscope.diagnosis import paired
 from flowscope.records import Alert, Record, RunHeader, metric_key, split_key
 from flowscope.sinks.binning import is_log_metric, log10
 
@@ -66,14 +67,10 @@ def _row(key: str, values: NDArray[np.float64]) -> str:
 
 
 def _alerts(alerts: Sequence[Alert]) -> str:
-    standing: dict[tuple[str, str | None], Alert] = {}
-    resolved = 0
-    for alert in alerts:
-        if alert.state == "raised":
-            standing[alert.kind, alert.flow] = alert
-        else:
-            resolved += standing.pop((alert.kind, alert.flow), None) is not None
-    shown = list(standing.values())[-ALERTS:]
+    pairs = paired(alerts)
+    standing = [incident.alert for incident in pairs if incident.resolved is None]
+    resolved = len(pairs) - len(standing)
+    shown = standing[-ALERTS:]
     hidden = len(standing) - len(shown)
     words = [f"{hidden} earlier ones stand too" if hidden else "", f"{resolved} resolved" if resolved else ""]
     if not standing:
