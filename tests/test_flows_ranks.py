@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from flows_ranks_program import batches, models, train
-
-PROGRAM = Path(__file__).parent / "flows_ranks_program.py"
-LIMIT = 170
+from two_ranks import RANKS, without_launcher
 
 
 def test_loads_add_up_and_solvers_are_averaged(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(tmp_path)],
-            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "FLOWSCOPE_STRICT": "1"},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        assert [process.wait(LIMIT) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    ended = without_launcher("flows_ranks_program.py", str(tmp_path), limit=170)
+    assert [code for code, _ in ended] == [0, 0], ended
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in RANKS]
     assert json.dumps(ranks[0]) == json.dumps(ranks[1])
     whole = {name: train(model, batches(name)) for name, model in models().items()}
     for step in (0, 1):

@@ -13,6 +13,7 @@ from pathlib import Path
 import accelerate.test_utils
 import numpy as np
 import pytest
+from two_ranks import LAUNCHER
 
 from flowscope.sinks import read_run
 
@@ -185,8 +186,7 @@ def test_under_torchrun_the_first_rank_writes(tmp_path: Path) -> None:
     body = "\n".join(lines).replace("net = Net()", "net = nn.parallel.DistributedDataParallel(Net())")
     body = body.replace("return 3", "torch.distributed.destroy_process_group(); return 0")
     (tmp_path / "ddp.py").write_text(body)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    result = python(*launcher, "-m", "flowscope", "run", "--log-dir", "logs", "ddp.py", cwd=tmp_path)
+    result = python(*LAUNCHER, "-m", "flowscope", "run", "--log-dir", "logs", "ddp.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("the run is in") == 1
     recorded = read_run(tmp_path / "logs")

@@ -6,10 +6,7 @@ The products are read from the first record, so each row trains one or two steps
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import pytest
 import torch
 from matrix_model import BATCH, DEPTH, MODES, Decoder, batch, make, truth
 from torch.utils.data import DataLoader, Dataset
+from two_ranks import torchrun
 
 import flowscope
 from flowscope.records import Record
@@ -196,16 +194,8 @@ def test_trainers(trainer: str, mode: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", RANKS)
 def test_two_ranks(strategy: str) -> None:
     """Two processes, half of the batch each: the numbers of the whole batch in one process."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "matrix_ranks.py"), RANKS[strategy]],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    printed = torchrun("matrix_ranks.py", RANKS[strategy], limit=300)
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert [row["mode"] for row in rows] == [*MODES]
     for row in rows:
         assert row["labels"] == LABELS

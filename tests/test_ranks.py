@@ -7,10 +7,6 @@ recorded with one process here: gradients from torch.autograd on an unwatched co
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +15,11 @@ import pytest
 import torch
 from ranks_models import Batch, batches, build, share, train
 from torch import Tensor, nn
+from two_ranks import RANKS, torchrun, without_launcher
 
 import flowscope
 from flowscope.probes.payload import digits, pack, packed_size, unpack
 
-TESTS = Path(__file__).parent
-RANKS = (0, 1)
 LIMIT = 170
 TOLERANCE = 1e-5
 FROM_ONE = {"effective_rank", "cosine_matrix", "rank_gap"}
@@ -38,44 +33,9 @@ Result = dict[str, Any]
 
 def launched(strategy: str, folder: Path) -> dict[str, tuple[Result, Result]]:
     """Run a strategy's scenarios on two ranks: name -> what each rank says."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished(command, [str(TESTS / "ranks_program.py"), strategy, str(folder)])
-    return gathered(strategy, folder)
-
-
-def gathered(strategy: str, folder: Path) -> dict[str, tuple[Result, Result]]:
+    torchrun("ranks_program.py", strategy, str(folder), limit=LIMIT, PYTHONWARNINGS="ignore")
     first, second = (json.loads((folder / f"{strategy}-{rank}.json").read_text()) for rank in RANKS)
     return {name: (first[name], second[name]) for name in first}
-
-
-def finished(command: list[str], arguments: list[str], **environment: str) -> None:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "FLOWSCOPE_STRICT": "1",
-        "PYTHONWARNINGS": "ignore",
-        **environment,
-    }
-    process = started(command, arguments, environment)
-    try:
-        out, _ = process.communicate(timeout=LIMIT)
-    finally:
-        end(process)
-    assert process.returncode == 0, out
-
-
-def started(command: list[str], arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    out = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Nothing that was started outlives the test."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def same(record: Result, other: Result, ignored: set[str] = frozenset(), *, loss: bool = True) -> None:  # type: ignore[assignment]
@@ -310,18 +270,11 @@ def replicas(results: dict[str, tuple[Result, Result]]) -> None:
 
 
 def test_a_rank_that_dies_ends_the_other_by_the_frameworks_own_error(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOWSCOPE_STRICT": "1", "WORLD_SIZE": "2"}
-    environment["RANKS_STORE"] = str(tmp_path / "store")
-    arguments = [str(TESTS / "ranks_program.py"), "death", str(tmp_path)]
-    processes = [started([sys.executable], arguments, {**environment, "RANK": str(rank)}) for rank in RANKS]
-    try:
-        out, _ = processes[0].communicate(timeout=LIMIT)
-        processes[1].communicate(timeout=LIMIT)
-    finally:
-        for process in processes:
-            end(process)
-    assert processes[1].returncode == 7
-    assert processes[0].returncode == 0, out
+    (first, out), (second, _) = without_launcher(
+        "ranks_program.py", "death", str(tmp_path), limit=LIMIT, WORLD_SIZE="2", RANKS_STORE=str(tmp_path / "store")
+    )
+    assert second == 7
+    assert first == 0, out
     result = json.loads((tmp_path / "death-0.json").read_text())["dies"]
     assert result["error"].startswith("RuntimeError")
     assert "flowscope" not in result["error"]

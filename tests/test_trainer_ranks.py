@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from trainers_program import CLIP, LR, STEPS, batches, build
+from two_ranks import RANKS, torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
 Result = dict[str, Any]
 SAME = ["lightning ddp", "lightning fsdp2", "transformers ddp", "accelerate ddp"]
 STOPPING = ["lightning stop", "accelerate stop"]
-
-
-def launch(folder: Path) -> list[dict[str, Result]]:
-    """What each rank saw in each scenario."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "trainers_program.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FLOWSCOPE_STRICT": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def bare(clip: float | None) -> list[Result]:
@@ -69,7 +51,8 @@ def check_numbers(name: str, result: Result) -> None:
 
 def test_numbers_are_those_of_the_whole_batch_and_an_alert_stops_both(tmp_path: Path) -> None:
     # one test: the processes take some time to start, and test workers share no fixtures
-    first, second = launch(tmp_path)
+    torchrun("trainers_program.py", str(tmp_path), limit=500)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in RANKS)
     assert first.keys() == second.keys() == {*SAME, *STOPPING}
     for name in SAME:
         check_numbers(name, first[name])
