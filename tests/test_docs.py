@@ -42,10 +42,7 @@ DOCUMENTS = (
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 
 
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 def read(name: str) -> str:

@@ -18,11 +18,7 @@ from watch_models import Checkpointed, D, Stack, close_to, data, loss_of, norms,
 
 import flowscope
 
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 # -- optimizers that step inside backward

@@ -28,11 +28,7 @@ from watch_models import (
     watched,
 )
 
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 # -- checkpointing

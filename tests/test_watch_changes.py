@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from watch_models import IN, OUT, B, Block, D, Stack, T, close_to, data, loss_of, norms, sgd, truth, watched
 
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 # -- what changes while attached

@@ -13,11 +13,7 @@ from watch_models import IN, OUT, B, D, Stack, T, close_to, data, keep, loss_of,
 
 import flowscope
 
-
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 class Sharpness(torch.optim.Optimizer):
