@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from watch_models import Stack, close_to, data, loss_of, norms, truth, watched
+from watch_models import Stack, close_to, data, loss_of, norms, scaled_step, truth, watched
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -108,14 +108,7 @@ def test_one_scaler_and_two_optimizers_of_one_model(bad: str, fused: bool) -> No
             twin = copy.deepcopy(model)
             loss_of(twin, data(step)).backward()
             expected = norms(truth(model, data(step)))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            scaler.scale(loss_of(model, data(step))).backward()
-            if step == 1:
-                model.get_submodule(bad).weight.grad[0, 0] = float("inf")
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
+            scaled_step(model, data(step), scaler, *optimizers, overflow=bad if step == 1 else None)
             record = scope.records[-1]
             assert (record.step, record.flags) == (step, ("skipped",) if step == 1 else ())
             if step != 1:
@@ -135,10 +128,7 @@ def test_another_models_updates_of_a_shared_scaler_skip_no_step_of_ours() -> Non
         for step in range(3):
             for model, optimizer in ((theirs, other), (ours, own)):
                 expected = norms(truth(model, data(step)))
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, data(step))).backward()
-                scaler.step(optimizer)
-                scaler.update()
+                scaled_step(model, data(step), scaler, optimizer)
             record = scope.records[-1]
             assert (record.step, record.flags) == (step, ())
             close_to(record["grad_norm"], expected)
@@ -153,11 +143,7 @@ def test_only_a_collapsing_scale_is_an_alert(fused: bool) -> None:
     seen: list[Any] = []
     with watched(model, optimizer, scaler=scaler) as scope:
         for step in range(6):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, data(step))).backward()
-            model.head.weight.grad[0, 0] = float("inf")
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(model, data(step), scaler, optimizer, overflow="head")
             seen.append([(a.kind, a.severity, a.value) for a in scope.alerts])
     assert [float(r["loss_scale"][0]) for r in scope.records] == [8.0, 4.0, 2.0, 1.0, 0.5, 0.25]
     assert all(r.flags == ("skipped",) for r in scope.records)

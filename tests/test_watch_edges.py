@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from watch_models import IN, OUT, B, D, Stack, T, close_to, data, keep, loss_of, norms, truth, watched
+from watch_models import IN, OUT, B, D, Stack, T, close_to, data, keep, loss_of, norms, scaled_step, truth, watched
 
 import flowscope
 
@@ -109,10 +109,7 @@ def test_a_scaler_that_is_switched_off_scales_nothing(enabled: bool) -> None:
             twin = copy.deepcopy(model)
             loss_of(twin, data(step)).backward()
             expected = norms(truth(model, data(step)))
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, data(step))).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(model, data(step), scaler, optimizer)
             record = scope.records[-1]
             assert (record.step, record.flags) == (step, ())
             close_to(record["grad_norm"], expected)
@@ -130,13 +127,7 @@ def test_scaled_gradients_are_recorded_as_the_true_ones_and_a_skipped_step_says_
             twin = copy.deepcopy(model)
             loss_of(twin, data(step)).backward()
             expected = norms(truth(model, data(step)))
-            optimizer.zero_grad()
-            loss = loss_of(model, data(step))
-            scaler.scale(loss).backward()
-            if step == 1:
-                model.head.weight.grad[0, 0] = float("inf")  # an overflow of the scaled gradient
-            scaler.step(optimizer)
-            scaler.update()
+            loss = scaled_step(model, data(step), scaler, optimizer, overflow="head" if step == 1 else None)
             scope.step(loss=loss)
             record = scope.records[-1]
             assert (record.step, record.flags) == (step, ("skipped",) if step == 1 else ())

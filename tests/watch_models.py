@@ -125,5 +125,25 @@ def one_step(
     return scope.records[0], expected
 
 
+def scaled_step(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    scaler: Any,
+    *optimizers: torch.optim.Optimizer,
+    overflow: str | None = None,
+) -> Tensor:
+    """A step through a GradScaler; the scaled gradient of the module `overflow` gets an inf. Returns the loss."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    scaler.scale(loss).backward()
+    if overflow is not None:
+        model.get_submodule(overflow).weight.grad[0, 0] = float("inf")
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+
 def close_to(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, dtype=np.float64), np.asarray(expected), rtol=rtol, atol=0)
