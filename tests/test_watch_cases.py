@@ -366,6 +366,33 @@ def test_complex_hidden_states() -> None:
     np.testing.assert_allclose(1 - record["cosine"], 1 - np.array(cosines), rtol=0.1, atol=1e-6)
 
 
+def test_complex_hidden_states_that_are_conjugated_only_when_they_are_read() -> None:
+    class Mirror(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(D, D, dtype=torch.complex64) * 0.3)
+
+        def forward(self, z: Tensor) -> Tensor:
+            return (z + z @ self.weight).conj()
+
+    class Net(Stack):
+        def forward(self, x: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+            z = keep(taps, torch.complex(self.embed(x), self.embed(-x)))
+            for block in self.blocks:
+                z = keep(taps, block(z))
+            assert z.is_conj()
+            return self.head(z.abs())
+
+    states: list[Tensor] = []
+    torch.manual_seed(0)
+    net = Net(3, Mirror)
+    net(data()[0], states)
+    record, expected = one_step(net)
+    close_to(record["grad_norm"], norms(expected))
+    close_to(record["act_rms"], [s.detach().abs().square().double().mean().sqrt() for s in states])
+    assert np.isfinite(record["param_grad_norm"]).all()
+
+
 def test_a_bf16_model_is_seen_within_two_percent_of_its_fp32_twin() -> None:
     model = Stack(3)
     expected = norms(truth(model, data()))

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, wide
+from flowscope.probes.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, real, wide
 
 JOINED_ENTRIES = 4096
 """Tensors up to this size are joined to one: a hundred calls on a few entries each would take three times as long."""
@@ -61,8 +61,7 @@ def _safe(norm: float) -> bool:
 
 
 def _norm(x: Tensor) -> Number:
-    if x.is_complex():
-        x = torch.view_as_real(x)
+    x = real(x)
     if is_host(x):
         return host_norm(x)
     norm: Tensor = torch.linalg.vector_norm(x, dtype=wide(x.device))

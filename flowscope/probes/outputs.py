@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.statistics import at_least_single
+from flowscope.probes.statistics import at_least_single, real
 
 SAMPLES = 64
 ENTRIES = 1024
@@ -77,9 +77,7 @@ def batched(x: Tensor) -> Tensor:
 def variation(x: Tensor) -> Tensor:
     """Return [2]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries."""
     x = batched(x)
-    x = x[:: -(-x.shape[0] // SAMPLES)]
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
+    x = real(x[:: -(-x.shape[0] // SAMPLES)])
     if x.dim() > 2:  # whole rows side by side: single entries would touch a cache line each
         x = x.flatten(1, -2)
         x = x[:, :: -(-x.shape[1] * x.shape[2] // max(ENTRIES, x.shape[2]))].flatten(1)

@@ -93,9 +93,14 @@ def feature_last(x: Tensor, axis: int) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
+def real(x: Tensor) -> Tensor:
+    """Return complex x [...] as its real and imaginary parts [..., 2], real x as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def real_features(states: Tensor) -> Tensor:
     """Return [..., D] with each complex feature as two real ones; real states as they are."""
-    return torch.view_as_real(states.resolve_conj()).flatten(-2) if states.is_complex() else states
+    return real(states).flatten(-2) if states.is_complex() else states
 
 
 def spaced(states: Tensor, limit: int) -> Tensor:
@@ -154,8 +159,7 @@ def head(x: Tensor, third: float) -> Sums:
     The count is of x - x, which is 0 or NaN. On the host it is only made where the norm is not finite: fp64 squares of
     fp32 entries cannot overflow.
     """
-    if x.is_complex():
-        x = torch.view_as_real(x)
+    x = real(x)
     if is_host(x):
         norm = host_norm(x)
         safe = math.isfinite(norm) and x.dtype != torch.float64

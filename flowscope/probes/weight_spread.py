@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowscope.probes.statistics import at_least_single
+from flowscope.probes.statistics import at_least_single, real
 
 ROWS = 64
 ENTRIES = 64
@@ -53,9 +53,7 @@ def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = N
 
 def sampled(weight: Tensor) -> Tensor:
     """Return at most [ROWS, ENTRIES] evenly spaced entries of a weight [rows, ...], at least fp32."""
-    rows = weight.detach()[:: -(-weight.shape[0] // ROWS)]
-    if rows.is_complex():
-        rows = torch.view_as_real(rows.resolve_conj())
+    rows = real(weight.detach()[:: -(-weight.shape[0] // ROWS)])
     rows = rows.reshape(rows.shape[0], -1)
     return at_least_single(rows[:, :: -(-rows.shape[1] // ENTRIES)])
 
