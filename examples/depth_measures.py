@@ -8,12 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from byte_lm import VOCABULARY, ByteLM, batches, load_text
+from byte_lm import VOCABULARY, ByteLM, batches, load_text, train_step
 from depth_cells import Cell, build, log_frequencies, variant
 from torch import Tensor, nn
 
@@ -30,11 +30,6 @@ def first_record(model: nn.Module, backward: Callable[[], Tensor], **config: Any
         optimizer.step()
         optimizer.zero_grad()
     return scope.records[0]
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy of the next token."""
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 # -- closed forms
@@ -225,10 +220,7 @@ def train(model: nn.Module, steps: int, lr: float = 1e-3, length: int = 32) -> N
     """Plain training, unwatched."""
     optimizer, data = torch.optim.AdamW(model.parameters(), lr=lr), batches(load_text(), length=length)
     for _ in range(steps):
-        optimizer.zero_grad()
-        lm_loss(model, next(data)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        train_step(model, optimizer, next(data))
 
 
 def expansion_lines(width: int = 128, depth: int = 12, rounds: int = 12) -> Iterator[str]:
@@ -323,36 +315,40 @@ def advice_gain(
 
 
 def advice_lines() -> Iterator[str]:
-    for lr in (3e-3,):
-        yield f"dhc, 12 blocks, 120 steps, rate {lr:g}: nats gained over byte frequencies, two seeds"
-        for name, options in ADVICE.items():
-            values = [advice_gain(seed, lr, **options) for seed in (0, 1)]
-            yield f"  {name:<26}{values[0]:+.3f} {values[1]:+.3f}"
+    lr = 3e-3
+    yield f"dhc, 12 blocks, 120 steps, rate {lr:g}: nats gained over byte frequencies, two seeds"
+    for name, options in ADVICE.items():
+        values = [advice_gain(seed, lr, **options) for seed in (0, 1)]
+        yield f"  {name:<26}{values[0]:+.3f} {values[1]:+.3f}"
 
 
 def skipping_lines() -> Iterator[str]:
     """Loss, share and time by threshold after some training; width 128, where a branch costs something."""
-    torch.manual_seed(0)
-    model = ByteLM(norm="post", depth=12, width=128, length=64)
-    flowscope.wrap(model, "highway", example_inputs=torch.zeros(2, 64, dtype=torch.long))
-    train(model, 200, length=64)
     data = batches(load_text(), 16, 64, seed=1)
     held = [next(data) for _ in range(6)]
     tokens = [batch[0] for batch in held]
-    means = np.sort(flowscope.gate_profile(model, tokens).by_site())
+    model, means = trained_gates("highway", tokens)
     yield f"highway -2 on Post-LN, 12 blocks of width 128 after 200 steps; mean gates {means[0]:.3f} to {means[-1]:.3f}"
-    for share in (0.1, 0.25, 0.5):
-        threshold = float(np.quantile(means, share))
-        skipping = flowscope.skip_by_gates(model, threshold, loader=tokens)
-        yield f"per block: {skipping.report(held, lm_loss)}".split("\n  left out")[0]
+    yield from skipped(model, means, held, "block", loader=tokens)
     yield "per sample, token gates:"
+    model, means = trained_gates("keel", tokens)
+    yield f"keel -2 on Post-LN; mean gates {means[0]:.3f} to {means[-1]:.3f}"
+    yield from skipped(model, means, held, "sample")
+
+
+def trained_gates(mode: str, tokens: list[Tensor]) -> tuple[nn.Module, np.ndarray]:
+    """A Post-LN decoder wrapped and trained for 200 steps, and its mean gates by site, least first."""
     torch.manual_seed(0)
     model = ByteLM(norm="post", depth=12, width=128, length=64)
-    flowscope.wrap(model, "keel", example_inputs=torch.zeros(2, 64, dtype=torch.long))
+    flowscope.wrap(model, mode, example_inputs=torch.zeros(2, 64, dtype=torch.long))
     train(model, 200, length=64)
-    means = np.sort(flowscope.gate_profile(model, tokens).by_site())
-    yield f"keel -2 on Post-LN; mean gates {means[0]:.3f} to {means[-1]:.3f}"
+    return model, np.sort(flowscope.gate_profile(model, tokens).by_site())
+
+
+def skipped(
+    model: nn.Module, means: np.ndarray, held: list[tuple[Tensor, Tensor]], per: Literal["block", "sample"], **more: Any
+) -> Iterator[str]:
+    """What leaving out a tenth, a quarter and half of the sites costs."""
     for share in (0.1, 0.25, 0.5):
-        threshold = float(np.quantile(means, share))
-        skipping = flowscope.skip_by_gates(model, threshold, per="sample")
-        yield f"per sample: {skipping.report(held, lm_loss)}".split("\n  left out")[0]
+        skipping = flowscope.skip_by_gates(model, float(np.quantile(means, share)), per=per, **more)
+        yield f"per {per}: {skipping.report(held, lm_loss)}".split("\n  left out")[0]
