@@ -154,8 +154,8 @@ def check_scaler(device: torch.device) -> Outcome:
 
 def check_graphs(device: torch.device) -> Outcome:
     """CUDA graphs replay the same addresses: numbers must still be each step's own."""
-    model, optimizer_of = model_on(device), torch.optim.SGD
-    optimizer = optimizer_of(model.parameters(), 0.1)
+    model = model_on(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scope = flowscope.watch(model, optimizer, every=1, config={"console": "off", "slow_every": 0})
     model.compile(mode="reduce-overhead", fullgraph=True)
     truths = []
