@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import flowscope
 from flowscope.probes.routing import find_routers, route_metrics, route_sums
+from flowscope.records import Record
 
 BATCH, LENGTH, WORDS = 3, 7, 40
 
@@ -79,6 +80,13 @@ def gpt_oss() -> nn.Module:
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL, num_local_experts=5, head_dim=4))
 
 
+def on_words(model: nn.Module, *sizes: int) -> tuple[Record, Any, list[Tensor]]:
+    """The record of a step on micro-batches of these sizes, the model as it was before, and the words [B, T]."""
+    plain = copy.deepcopy(model)
+    words = [torch.randint(1, WORDS, (size, LENGTH)) for size in sizes]
+    return record_of(model, [words], lambda m, x: m(input_ids=x, labels=x).loss), plain, words
+
+
 @pytest.mark.parametrize(
     ("make", "router"),
     [(mixtral, "gate"), (qwen, "gate"), (olmoe, "gate"), (gpt_oss, "router")],
@@ -86,10 +94,7 @@ def gpt_oss() -> nn.Module:
 )
 def test_routers_of_transformers_send_what_counting_the_logits_gives(make: Any, router: str) -> None:
     torch.manual_seed(0)
-    model = make().train()
-    plain = copy.deepcopy(model)
-    words = [torch.randint(1, WORDS, (BATCH, LENGTH)), torch.randint(1, WORDS, (2, LENGTH))]
-    record = record_of(model, [words], lambda m, x: m(input_ids=x, labels=x).loss)
+    record, plain, words = on_words(make().train(), BATCH, 2)
     assert record.labels("route_entropy") == [f"model.layers.{layer}.mlp.{router}" for layer in range(2)]
     given = [plain(input_ids=x, output_router_logits=True).router_logits for x in words]
     for layer in range(2):
@@ -113,10 +118,7 @@ def test_deepseeks_sigmoid_router_with_groups() -> None:
         head_dim=4,
     )
     torch.manual_seed(0)
-    model = transformers.DeepseekV3ForCausalLM(config).train()
-    plain = copy.deepcopy(model)
-    words = torch.randint(1, WORDS, (BATCH, LENGTH))
-    record = record_of(model, [[words]], lambda m, x: m(input_ids=x, labels=x).loss)
+    record, plain, (words,) = on_words(transformers.DeepseekV3ForCausalLM(config).train(), BATCH)
     assert record.labels("route_dead") == ["model.layers.1.mlp.gate"]
     seen: list[Tensor] = []
     router = plain.model.layers[1].mlp.gate
@@ -149,10 +151,7 @@ def test_switch_transformers_masks() -> None:
         dropout_rate=0.0,
     )
     torch.manual_seed(0)
-    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
-    plain = copy.deepcopy(model)
-    words = torch.randint(1, WORDS, (BATCH, LENGTH))
-    record = record_of(model, [[words]], lambda m, x: m(input_ids=x, labels=x).loss)
+    record, plain, (words,) = on_words(transformers.SwitchTransformersForConditionalGeneration(config).train(), BATCH)
     labels = ["encoder.block.1.layer.1.mlp.router", "decoder.block.1.layer.2.mlp.router"]
     assert record.labels("route_max_violation") == labels
     for index, path in enumerate(labels):
