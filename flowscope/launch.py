@@ -84,8 +84,9 @@ class Launch:
         _after(module.GradScaler, "__init__", self._scaler_made)
 
     def _optimizer_made(self, optimizer: Any) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in _roots(held):
+        from flowscope.probes.parameters import held_by
+
+        for model in _roots(held_by(optimizer)):
             if not any(known() is model for known in self._models):
                 self._watch(model)
 

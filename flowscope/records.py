@@ -220,6 +220,11 @@ class Alert:
 Event = RunHeader | Record | Alert
 
 
+def few(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def match_flow(name: str, names: Sequence[str]) -> str:
     """The one flow that `name` means: its exact name, else the only one with `name` among the parts of its path."""
     if name in names:

@@ -33,6 +33,7 @@ from flowscope.merging.wrapping import connections
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
+from flowscope.probes.parameters import held_by
 from flowscope.probes.process_groups import is_first_process
 from flowscope.recorder import EndedStep, Recorder
 from flowscope.records import Alert, Record
@@ -411,7 +412,7 @@ class Scope:
     def _read_gradients(self, optimizer: Any) -> None:
         # a lone optimizer's gradients are read with those that no optimizer holds
         alone = len(self._clock.optimizers) == 1
-        held = None if alone else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = None if alone else held_by(optimizer)
         self._observation.read_gradients(held, getattr(optimizer, "grad_scale", None))
 
     def after_optimizer(self, optimizer: Any, *, last: bool, closure: bool) -> None:

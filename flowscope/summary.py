@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.diagnosis import diagnose
-from flowscope.records import Alert, Record, RunHeader, metric_key
+from flowscope.records import Alert, Record, RunHeader, few, metric_key
 from flowscope.sinks.console import sparkline
 
 
@@ -51,8 +51,7 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
             names += [point for point, calls in zip(flow.points, np.sum(held, axis=0), strict=True) if calls == 0]
     if not names:
         return []
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return [f"  never called (module.forward(x) instead of module(x), a fused path, or unused): {shown}"]
+    return [f"  never called (module.forward(x) instead of module(x), a fused path, or unused): {few(names)}"]
 
 
 def _without_gradient(records: Sequence[Record]) -> list[str]:
@@ -63,5 +62,4 @@ def _without_gradient(records: Sequence[Record]) -> list[str]:
     names = [name for name, missing in zip(held[-1].labels("param_grad_norm"), never, strict=True) if missing]
     if not names:
         return []
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return [f"  never got a gradient: {shown}"]
+    return [f"  never got a gradient: {few(names)}"]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowscope.probes.record_builder import few
+from flowscope.records import few
 
 HOOKED_INTERMEDIATES = (Path(torch.__file__).parent / "_higher_order_ops" / "register_hook.py").exists()
 """Whether this torch traces a gradient hook on an intermediate tensor (2.13 does). Before, one breaks the graph and the

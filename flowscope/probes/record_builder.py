@@ -59,8 +59,3 @@ class RecordBuilder:
         self._record.metric_labels = self._labels
         self._record.flow_names = tuple(layout.name for layout in self.layouts)
         return self._record
-
-
-def few(names: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

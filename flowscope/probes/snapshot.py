@@ -17,7 +17,7 @@ from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver, held_by
 from flowscope.probes.payload import Part, Sharing, from_host
-from flowscope.probes.record_builder import RecordBuilder, few
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.record_parts import added
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.routing import RoutingObserver
@@ -27,7 +27,7 @@ from flowscope.probes.solvers import SolverObserver
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, wide
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.units import UnitProbe
-from flowscope.records import FlowLayout, Record
+from flowscope.records import FlowLayout, Record, few
 
 if TYPE_CHECKING:
     from flowscope.probes.observation import Observation
