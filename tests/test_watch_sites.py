@@ -19,8 +19,7 @@ import torch
 import transformers
 import wrap_models as models
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from wrap_models import D, T
+from wrap_models import Checkpointed, D, T
 
 import flowscope
 
@@ -42,18 +41,6 @@ GATED, NORMED = [MODES[k] for k in (1, 2, 3)], [MODES[k] for k in (0, 4, 5, 6)]
 STREAMED, PARAMETRISED = MODES[7:], [*MODES[1:6], *MODES[7:]]
 
 
-class Stack(models.Stack):
-    """A stack whose blocks can be checkpointed: `reentrant` None (not), True or False."""
-
-    reentrant: bool | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 def connections(model: nn.Module) -> list[tuple[str, Any]]:
     return [(path, module) for path, module in model.named_modules() if path.endswith(".connection")]
 
@@ -61,7 +48,7 @@ def connections(model: nn.Module) -> list[tuple[str, Any]]:
 def wrapped(mode: str, options: dict[str, Any], block: Any, depth: int = 3) -> nn.Module:
     """A wrapped stack with random weights in connections and norms."""
     torch.manual_seed(0)
-    model = Stack(block, depth)
+    model = Checkpointed(block, depth)
     flowscope.wrap(model, mode, example_inputs=torch.randn(3, T, D), **options)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -156,7 +143,7 @@ def test_gates(mode: str, options: dict[str, Any], block: Any) -> None:
 
 def test_quantiles_of_a_constant_gate_are_that_gate() -> None:
     torch.manual_seed(0)
-    model = Stack(models.PreNormBlock, 2)
+    model = Checkpointed(models.PreNormBlock, 2)
     flowscope.wrap(model, "keel", example_inputs=torch.randn(3, T, D))  # W = 0, bias +2: on a bucket's edge
     record = record_of(model, batches())
     for name in ("gate_p05", "gate_mean", "gate_p95"):
@@ -241,7 +228,7 @@ class UnitBlock(nn.Module):
 @pytest.mark.parametrize("mode", ["residual", "keel-postln"])
 def test_closed_forms_hold_where_branch_and_carry_have_unit_rms(mode: str) -> None:
     torch.manual_seed(0)
-    model = Stack(UnitBlock, 5)
+    model = Checkpointed(UnitBlock, 5)
     model.stem = nn.Sequential(nn.Linear(D, D), nn.RMSNorm(D, eps=1e-12))
     flowscope.wrap(model, mode, example_inputs=torch.randn(3, T, D))
     sites = 10
@@ -421,7 +408,7 @@ def test_encoder_and_decoder_are_two_flows(mode: str) -> None:
 
 def test_sites_left_out_do_not_hide_the_others() -> None:
     torch.manual_seed(0)
-    model, data = Stack(models.PreNormBlock, 5), batches()
+    model, data = Checkpointed(models.PreNormBlock, 5), batches()
     where = ["blocks.0", "blocks.1", "blocks.3", "blocks.4"]
     flowscope.wrap(model, "shc", example_inputs=torch.randn(3, T, D), where=where, streams=3)
     with torch.no_grad():
@@ -537,7 +524,7 @@ def test_branch_alignment_estimates_the_trace() -> None:
 def test_branch_alignment_changes_neither_losses_nor_random_numbers() -> None:
     def run(watch: bool) -> tuple[list[float], Tensor]:
         torch.manual_seed(0)
-        model = Stack(models.PreNormBlock, 3)
+        model = Checkpointed(models.PreNormBlock, 3)
         for block in model.blocks:
             block.drop.p = 0.4
         optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), batches()

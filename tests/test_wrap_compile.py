@@ -9,28 +9,15 @@ import torch
 import transformers
 import wrap_models as models
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flowscope.merging.weaving import WovenBlock
 from flowscope.merging.wrapping import connections, wrap
 
 
-class Checkpointed(models.Stack):
-    """Checkpoints each block when told to."""
-
-    reentrant: bool | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 def wrapped(block: Any, mode: str) -> tuple[Any, Tensor]:
     """A wrapped stack whose connections have left their first values, and an input."""
     torch.manual_seed(0)
-    model, x = Checkpointed(block), models.hidden_states()
+    model, x = models.Checkpointed(block), models.hidden_states()
     wrap(model, mode, example_inputs=x)
     with torch.no_grad():
         for _, connection in connections(model):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 B, T, D = 3, 5, 8
 
@@ -203,6 +204,18 @@ class Stack(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Checkpointed(Stack):
+    """A stack whose blocks can be checkpointed: `reentrant` None (not), True or False."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
 
 
