@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from watch_models import Stack, data, loss_of
+from watch_models import Stack, train
 
 import flowscope
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
@@ -89,7 +89,7 @@ def test_the_number_of_names_does_not_grow_with_depth() -> None:
     for depth in (3, 9):
         model = Stack(depth=depth)
         with flowscope.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"console": "off"}) as scope:
-            train(model, scope, steps=1)
+            train(scope, model, torch.optim.SGD(model.parameters(), lr=0.05), 1)
         counts.append(len(record_scalars(scope.records[0])))
     assert counts[0] == counts[1] <= 3 * len(LOGGED) + 1
 
@@ -106,28 +106,15 @@ def test_standing_alerts_are_those_raised_and_not_resolved() -> None:
     assert len(standing) == 1
 
 
-def train(model: Stack, scope: flowscope.Scope, steps: int = 3) -> list[float]:
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for k in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, data(k))
-        loss.backward()
-        optimizer.step()
-        scope.step(loss=loss)
-        losses.append(loss.item())
-    return losses
-
-
 def watch_and_train(sink: Sink) -> tuple[flowscope.Scope, list[float]]:
     """A real run with a NaN in the weights of the head, so that there are alerts too."""
     torch.manual_seed(0)
     model = Stack()
     scope = flowscope.watch(model, every=1, sinks=[sink], config={"console": "off"})
-    losses = train(model, scope, 2)
+    losses = train(scope, model, torch.optim.SGD(model.parameters(), lr=0.05), 2)
     with torch.no_grad():
         model.head.weight[0, 0] = NAN
-    losses += train(model, scope, 1)
+    losses += train(scope, model, torch.optim.SGD(model.parameters(), lr=0.05), 1)
     scope.close()
     assert [r.step for r in scope.records] == [0, 1, 2]
     assert "non_finite" in [a.kind for a in scope.alerts]

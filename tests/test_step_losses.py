@@ -7,26 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from watch_models import Stack, close_to, data, loss_of, watched
+from watch_models import Stack, close_to, data, loss_of, train, watched
 
-import flowscope
 from flowscope.losses import MOST, LateLoss, LossesSinceRecord
 from flowscope.panels.report import report_payload
 from flowscope.sinks import read_run
 from flowscope.sinks.memory import MemorySink
-
-
-def train(scope: flowscope.Scope, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for k in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, data(k))
-        loss.backward()
-        optimizer.step()
-        scope.step(loss=loss)
-        losses.append(loss.item())
-    return losses
 
 
 def test_every_record_has_the_losses_since_the_one_before() -> None:

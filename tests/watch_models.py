@@ -125,6 +125,19 @@ def one_step(
     return scope.records[0], expected
 
 
+def train(scope: flowscope.Scope, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """A loop that tells `scope` its losses; returns them."""
+    losses = []
+    for k in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, data(k))
+        loss.backward()
+        optimizer.step()
+        scope.step(loss=loss)
+        losses.append(loss.item())
+    return losses
+
+
 def scaled_step(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
