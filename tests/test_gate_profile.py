@@ -10,7 +10,7 @@ import pytest
 import torch
 import wrap_models as models
 from torch import Tensor, nn
-from wrap_models import B, D, T
+from wrap_models import B, D, T, inputs
 
 import flowscope
 from flowscope.errors import FlowscopeError
@@ -39,11 +39,6 @@ def wrapped(mode: str = "keel", model: nn.Module | None = None, **options: Any) 
     return model
 
 
-def loader(count: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(B, T, D, generator=generator) for _ in range(count)]
-
-
 def by_hand(model: models.Stack, x: Tensor, mode: str) -> list[Tensor]:
     """The gates [..., 1 or D] of every site, from an explicit loop over the blocks."""
     gates, h = [], model.stem(x)
@@ -58,7 +53,7 @@ def by_hand(model: models.Stack, x: Tensor, mode: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(("mode", "options"), [("keel", {}), ("keel", {"gate": "feature"}), ("highway", {})])
 def test_means_are_those_of_the_gates(mode: str, options: dict[str, Any]) -> None:
-    model, data = wrapped(mode, **options).eval(), loader()
+    model, data = wrapped(mode, **options).eval(), inputs()
     profile = gate_profile(model, data)
     expected = [[t.mean().item() for t in by_hand(model, x, mode)] for x in data]
     assert profile.labels == [f"blocks.{block}#{site}" for block in range(3) for site in range(2)]
@@ -68,7 +63,7 @@ def test_means_are_those_of_the_gates(mode: str, options: dict[str, Any]) -> Non
 
 
 def test_batches_are_tensors_tuples_or_dicts_and_steps_limit_them() -> None:
-    model, data = wrapped(model=Keyed()), loader()
+    model, data = wrapped(model=Keyed()), inputs()
     expected = gate_profile(model, data).means
     forms = [data[0], (data[1], 0.0), {"x": data[2], "shift": 0.0}, [data[3]]]
     np.testing.assert_array_equal(gate_profile(model, forms).means, expected)
@@ -81,7 +76,7 @@ def test_batches_are_tensors_tuples_or_dicts_and_steps_limit_them() -> None:
 def test_a_first_gate_is_the_sigmoid_of_its_bias() -> None:
     torch.manual_seed(0)
     model = flowscope.wrap(models.Stack(models.PostNormBlock, 2), "keel", example_inputs=models.hidden_states())
-    np.testing.assert_allclose(gate_profile(model, loader(2)).means, np.full((2, 4), 1 / (1 + math.exp(2))), rtol=1e-6)
+    np.testing.assert_allclose(gate_profile(model, inputs(2)).means, np.full((2, 4), 1 / (1 + math.exp(2))), rtol=1e-6)
 
 
 def test_states_are_restored() -> None:
@@ -92,7 +87,7 @@ def test_states_are_restored() -> None:
     modes = [module.training for module in model.modules()]
     attributes = [set(vars(module)) for module in model.modules()]
     generator = torch.get_rng_state()
-    first, second = gate_profile(model, loader(2)), gate_profile(model, loader(2))
+    first, second = gate_profile(model, inputs(2)), gate_profile(model, inputs(2))
     np.testing.assert_array_equal(first.means, second.means)
     assert [module.training for module in model.modules()] == modes
     assert [set(vars(module)) for module in model.modules()] == attributes
@@ -106,7 +101,7 @@ def test_states_are_restored() -> None:
 
 
 def test_keep_gates_only_inside() -> None:
-    model, x = wrapped(gate="feature").eval(), loader(1)[0]
+    model, x = wrapped(gate="feature").eval(), inputs(1)[0]
     model(x)
     assert model.blocks[0].connection.gate_value is None
     with keep_gates(model):
@@ -124,13 +119,13 @@ def test_keep_gates_only_inside() -> None:
 
 def test_shared_gates_and_sites_that_do_not_run() -> None:
     model = wrapped(share_gate="block").eval()
-    profile = gate_profile(model, loader(2))
+    profile = gate_profile(model, inputs(2))
     assert profile.means.shape == (2, 6)
     kept = model.blocks[1]
     model.blocks[1] = nn.Identity()
     model.blocks.append(kept)
     model.blocks[3].forward = lambda x: x
-    means = gate_profile(model, loader(2))
+    means = gate_profile(model, inputs(2))
     assert means.labels[2:] == ["blocks.2#0", "blocks.2#1", "blocks.3#0", "blocks.3#1"]
     assert np.isnan(means.means[:, 4:]).all()
     assert np.isfinite(means.means[:, :4]).all()
@@ -150,7 +145,7 @@ def test_summary_and_plot() -> None:
 
 
 def test_compiled_models_are_profiled_eagerly() -> None:
-    model, data = wrapped().eval(), loader(2)
+    model, data = wrapped().eval(), inputs(2)
     expected = gate_profile(model, data)
     compiled = torch.compile(model, backend="eager")
     compiled(data[0])
@@ -164,11 +159,11 @@ def test_compiled_models_are_profiled_eagerly() -> None:
 def test_bad_input() -> None:
     model = wrapped()
     with pytest.raises(FlowscopeError, match=r"has no gates.*mode='keel'"):
-        gate_profile(models.Stack(models.PreNormBlock, 2), loader())
+        gate_profile(models.Stack(models.PreNormBlock, 2), inputs())
     with pytest.raises(FlowscopeError, match="has no gates"), keep_gates(wrapped("dhc")):
         pass
     with pytest.raises(FlowscopeError, match="got 0"):
-        gate_profile(model, loader(), steps=0)
+        gate_profile(model, inputs(), steps=0)
     with pytest.raises(FlowscopeError, match="got no batch"):
         gate_profile(model, [])
     with pytest.raises(FlowscopeError, match="got str"):

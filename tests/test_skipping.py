@@ -11,7 +11,7 @@ import torch
 import wrap_models as models
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from wrap_models import B, D, T
+from wrap_models import B, D, T, inputs
 
 import flowscope
 from flowscope.errors import FlowscopeError
@@ -32,11 +32,6 @@ def wrapped(mode: str, block: type[nn.Module] = models.PreNormBlock, spread: flo
 def close(model: Any, block: int, site: int) -> None:
     with torch.no_grad():
         model.blocks[block].connection.gates[site].bias.fill_(CLOSED)
-
-
-def inputs(count: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(B, T, D, generator=generator) for _ in range(count)]
 
 
 def run(model: nn.Module, x: Tensor) -> Tensor:

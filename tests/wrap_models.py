@@ -224,6 +224,12 @@ def hidden_states() -> Tensor:
     return torch.randn(B, T, D)
 
 
+def inputs(count: int = 4) -> list[Tensor]:
+    """The same [B, T, D] inputs every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(B, T, D, generator=generator) for _ in range(count)]
+
+
 def sequential_block() -> nn.Module:
     """A block that is a Sequential."""
     return SequentialBlock(nn.LayerNorm(D), nn.Linear(D, D), nn.Tanh())
