@@ -1,0 +1,95 @@
+"""What a metric is: what it says, how it is computed, drawn and combined over ranks, as plain words. No torch.
+
+An instrument (or a stranger's class) declares its `Metric`s beside the code that computes them; the header of a run
+carries those of its records, so that whoever draws a run reads them there and needs no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Scale = Literal["log", "linear"]
+Shape = Literal["profile", "matrix", "stack"]
+Rows = Literal["points", "blocks", "sites", "modules", "parameters", "model"]
+Ranks = Literal["sum", "first", "whole"]
+
+VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The specification of one metric.
+
+    Attributes:
+        name: its key in `Record.metrics`, without a flow.
+        words: what it says and what is healthy, for someone who sees it for the first time.
+        unit: of its values; empty where they are ratios, cosines or counts.
+        formula: how a value comes about, with the axis letters of docs/metrics.md.
+        healthy: the range of a run that trains well.
+        source: the paper with section or equation, or "heuristic".
+        view: the view of the panels it belongs to, one of `VIEWS`.
+        scale: the scale it is drawn on.
+        shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row).
+        rows: what its rows are: points, blocks or merge sites of a flow; modules, parameter tensors or named numbers
+            of the whole model.
+        band: the metrics that are its lower and upper quantile.
+        bounds: what the values lie between by definition; colours then span all of it.
+        fitted: colours span only what is used of the bounds (gates stay close to where they begin).
+        limits: the fields of `WatchConfig` that are drawn beside it.
+        ranks: how ranks combine it. "sum": from what all ranks deposited; in a flow whose deposits do not add up
+            (one through time), the first rank's. "first": always the first rank's. "whole": "sum", but the first
+            rank's where parameters are sharded, because it is read from whole matrices.
+        of_gradient: a step that the GradScaler skipped does not say it: its gradients were thrown away.
+        times_loss_scale: values come multiplied by the loss scale, and are divided by it.
+        drawn: False where the rows are none of the model's and change from record to record.
+        logged: loggers with one curve a name get it unless told otherwise.
+        charted: the scale of its chart among TensorBoard's scalars; None for no chart.
+    """
+
+    name: str
+    words: str
+    unit: str = ""
+    formula: str = ""
+    healthy: str = ""
+    source: str = ""
+    view: str = "Other"
+    scale: Scale = "linear"
+    shape: Shape = "profile"
+    rows: Rows = "points"
+    band: tuple[str, str] | None = None
+    bounds: tuple[float, float] | None = None
+    fitted: bool = False
+    limits: tuple[str, ...] = ()
+    ranks: Ranks = "sum"
+    of_gradient: bool = False
+    times_loss_scale: bool = False
+    drawn: bool = True
+    logged: bool = False
+    charted: Scale | None = None
+
+    @property
+    def per_flow(self) -> bool:
+        """Whether its rows belong to a flow, and not to the whole model."""
+        return self.rows in ("points", "blocks", "sites")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict of what is not left at its default; `from_json` is its inverse."""
+        out: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Metric:
+        """Rebuild a metric from `to_json`; what this version does not know of is left out.
+
+        Raises:
+            KeyError: the name is missing.
+        """
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        return cls(**{"name": data["name"], "words": "", **known})
