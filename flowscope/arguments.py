@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
 from flowscope.losses import LateLoss
 from flowscope.records import Alert
+from flowscope.schedule import Schedule
 from flowscope.sinks import Sink
 
 AlertCallback = Callable[[Alert], Any]
+
+
+@dataclass(frozen=True)
+class WatchArguments:
+    """What `watch` was given besides the model, checked: its arguments by their names there, as they are used.
+
+    The optimizer and the scaler are checked where they are taken up.
+    """
+
+    optimizer: Any
+    log_dir: str | Path | None
+    schedule: Schedule
+    callbacks: Sequence[AlertCallback]
+    sinks: Sequence[tuple[str, Sink]]
+    flows: Sequence[str] | None
+    gates: Sequence[str]
+    scaler: Any
+    config: WatchConfig
 
 
 def check_model(model: Any) -> None:
@@ -25,6 +47,15 @@ def check_model(model: Any) -> None:
             f"watch(model): {type(model).__name__} has no parameters, so there is nothing to train or observe. "
             "Watch the module that holds them, after its layers are built."
         )
+
+
+def folder(log_dir: Any) -> str | Path | None:
+    """Return `log_dir`, the path of a folder or None."""
+    if log_dir is None or isinstance(log_dir, (str, Path)):
+        return log_dir
+    raise FlowscopeError(
+        f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
+    )
 
 
 def alert_callbacks(on_alert: Any) -> list[AlertCallback]:

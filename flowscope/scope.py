@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from flowscope.arguments import (
     AlertCallback,
+    WatchArguments,
     alert_callbacks,
     check_model,
     flow_paths,
+    folder,
     gate_patterns,
     loss_value,
     named_sinks,
@@ -77,17 +79,20 @@ def watch(
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
     """
+    check_model(model)
     return Scope(
         model,
-        optimizer,
-        log_dir=log_dir,
-        every=every,
-        on_alert=on_alert,
-        sinks=sinks,
-        flows=flows,
-        gates=gates,
-        scaler=scaler,
-        config=config,
+        WatchArguments(
+            optimizer=optimizer,
+            log_dir=folder(log_dir),
+            schedule=make_schedule(every),
+            callbacks=alert_callbacks(on_alert),
+            sinks=named_sinks(sinks),
+            flows=flow_paths(flows),
+            gates=gate_patterns(gates),
+            scaler=scaler,
+            config=make_config(config),
+        ),
     )
 
 
@@ -100,30 +105,14 @@ class Scope:
         automatic: attached by `flowscope run`; gives way to a `watch` of the script's own.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        *,
-        log_dir: str | Path | None,
-        every: int | Schedule,
-        on_alert: AlertCallback | Sequence[AlertCallback] | None,
-        sinks: Iterable[Sink],
-        flows: Sequence[str] | None,
-        gates: Sequence[str] | str | None,
-        scaler: Any,
-        config: WatchConfig | dict[str, Any] | None,
-    ) -> None:
-        check_model(model)
+    def __init__(self, model: nn.Module, given: WatchArguments) -> None:
         _check_watched(model)
-        self.config = make_config(config)
-        self._schedule = make_schedule(every)
-        callbacks = alert_callbacks(on_alert)
-        self.flows: FlowPlan = find_flows(model, flow_paths(flows))
-        given_sinks, patterns = named_sinks(sinks), gate_patterns(gates)
+        self.config = given.config
+        self._schedule = given.schedule
+        self.flows: FlowPlan = find_flows(model, given.flows)
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
-        self._recorder = Recorder(self.config, self._faults, callbacks)
+        self._recorder = Recorder(self.config, self._faults, given.callbacks)
         self.automatic = False
         self._closed = False
         self._step = 0
@@ -138,12 +127,14 @@ class Scope:
         self._working = False
         # sinks before hooks: an unwritable log_dir must leave the model untouched
         try:
-            self._add_own_sinks(log_dir)
-            self._observation = Observation(model, self.flows, self.config, self._hooks, connections(model), patterns)
+            self._add_own_sinks(given.log_dir)
+            self._observation = Observation(
+                model, self.flows, self.config, self._hooks, connections(model), given.gates
+            )
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
-            self._clock = OptimizerClock(model, optimizer, self, self._hooks)
-            self._scaler = self._watch_scaler(scaler) if scaler is not None else None
+            self._clock = OptimizerClock(model, given.optimizer, self, self._hooks)
+            self._scaler = self._watch_scaler(given.scaler) if given.scaler is not None else None
         except BaseException:
             self._hooks.close()
             self._recorder.close()
@@ -151,8 +142,8 @@ class Scope:
         self._faults.guard("ranks", self._ranks.attach)
         # a sink that says so sees the events of every rank, others write once a run
         writes = is_first_process()
-        self._recorder.sinks += [(part, s) for part, s in given_sinks if writes or getattr(s, "every_rank", False)]
-        self._bind(callbacks)
+        self._recorder.sinks += [(part, s) for part, s in given.sinks if writes or getattr(s, "every_rank", False)]
+        self._bind(given.callbacks)
         self._observation.owner = self
         _WATCHED[model] = weakref.ref(self)
         self._model = weakref.ref(model)
@@ -164,10 +155,6 @@ class Scope:
 
     def _add_own_sinks(self, log_dir: str | Path | None) -> None:
         own = self._recorder.sinks
-        if log_dir is not None and not isinstance(log_dir, (str, Path)):
-            raise FlowscopeError(
-                f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
-            )
         if not is_first_process():
             return
         if log_dir is not None:
