@@ -29,8 +29,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flowscope import _moved
 from flowscope._version import __version__
 from flowscope.errors import FlowscopeError, StopTraining
+
+_moved.install()
 
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig

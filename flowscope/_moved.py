@@ -1,0 +1,42 @@
+"""Modules of earlier versions and where their names are now: a model that was wrapped and pickled then still loads."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, tuple[str, ...]] = {}
+"""Old module -> the modules that hold its names now, asked in this order."""
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds the modules of `MOVED`, and the packages they were in, where Python finds none of that name."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """Return how an old module is made, None for any other."""
+        if any(old == name or old.startswith(f"{name}.") for old in MOVED):
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let a module answer for each name with what bears it in the modules of today."""
+        old = module.__name__
+
+        def moved(name: str) -> Any:
+            for home in () if name.startswith("__") else MOVED.get(old, ()):
+                if hasattr(found := importlib.import_module(home), name):
+                    return getattr(found, name)
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+
+        vars(module)["__getattr__"] = moved
+
+
+def install() -> None:
+    """Ask for moved modules last."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())
