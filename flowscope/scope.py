@@ -25,13 +25,12 @@ from flowscope.arguments import (
     step_number,
 )
 from flowscope.config import WatchConfig, make_config
-from flowscope.discovery.flows import find_flows
 from flowscope.discovery.plan import FlowPlan, display_path
+from flowscope.discovery.view import ModelView
 from flowscope.distributed import Ranks
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.losses import LateLoss
-from flowscope.merging.wrapping import connections
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
@@ -109,7 +108,8 @@ class Scope:
         _check_watched(model)
         self.config = given.config
         self._schedule = given.schedule
-        self.flows: FlowPlan = find_flows(model, given.flows)
+        view = ModelView(model, given.flows, given.gates)
+        self.flows: FlowPlan = view.flows
         self._faults = Faults()
         self._hooks = Hooks(self._faults)
         self._recorder = Recorder(self.config, self._faults, given.callbacks)
@@ -128,9 +128,7 @@ class Scope:
         # sinks before hooks: an unwritable log_dir must leave the model untouched
         try:
             self._add_own_sinks(given.log_dir)
-            self._observation = Observation(
-                model, self.flows, self.config, self._hooks, connections(model), given.gates
-            )
+            self._observation = Observation(view, self.config, self._hooks)
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
             self._clock = OptimizerClock(model, given.optimizer, self, self._hooks)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import flowscope
+from flowscope.discovery.view import ModelView
 from flowscope.records import Record
 
 
@@ -383,9 +384,7 @@ def test_hooks_of_modules_that_are_no_gates_go_after_the_first_forward() -> None
 
 
 def test_at_most_256_are_looked_at() -> None:
-    from flowscope.discovery.gates import find_gates
-
-    found = find_gates(nn.Sequential(*(nn.Sigmoid() for _ in range(700))))
+    found = ModelView(nn.Sequential(*(nn.Sigmoid() for _ in range(700)))).gates
     assert [c.path for c in found] == [str(i) for i in range(0, 700, 3)]
 
 

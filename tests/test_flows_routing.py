@@ -15,7 +15,8 @@ from flows_models import IN, MixtureStack, T, inputs, record_of, square
 from torch import Tensor, nn
 
 import flowscope
-from flowscope.probes.routing import find_routers, route_metrics, route_sums
+from flowscope.discovery.view import ModelView
+from flowscope.probes.routing import route_metrics, route_sums
 from flowscope.records import Record
 
 BATCH, LENGTH, WORDS = 3, 7, 40
@@ -252,9 +253,11 @@ class Shared(nn.Module):
 
 
 def test_which_modules_are_routers() -> None:
-    found = find_routers(nn.ModuleDict({"mlp": Shared(), "heads": nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])}))
+    found = ModelView(
+        nn.ModuleDict({"mlp": Shared(), "heads": nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])})
+    ).routers
     assert [(r.path, r.experts, r.chosen) for r in found] == [("mlp.router", 3, 2)]
-    assert find_routers(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))) == []
+    assert ModelView(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))).routers == []
 
 
 def test_few_tokens_for_many_experts_raise_nothing() -> None:

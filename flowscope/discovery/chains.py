@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.discovery.structure import (
+    Named,
     children,
     is_activation,
     is_atom,
@@ -47,11 +48,17 @@ class _Chain:
     steps: list[_Leaf] = field(default_factory=list)
 
 
-def find_chains(model: nn.Module, path: str = "") -> tuple[list[Flow], list[str]]:
-    """Return the chains of at least two layers below `path`, longest first where names collide, and notes."""
-    leaves = list(_leaves(model.get_submodule(path), path))
+def find_chains(modules: Sequence[Named], path: str, module: nn.Module) -> tuple[list[Flow], list[str]]:
+    """Return the chains of at least two layers in a module, longest first where names collide, and notes.
+
+    Args:
+        modules: all of the model.
+        path: of the module in it.
+        module: where to look.
+    """
+    leaves = list(_leaves(module, path))
     # a solver evaluates its right-hand side at states and stages, which are no chain (probes/trajectories.py)
-    inside = tuple(f"{at}." for at, module in model.named_modules() if at and is_dynamics(module))
+    inside = tuple(f"{at}." for at, module in modules if at and is_dynamics(module))
     outside = [leaf for leaf in leaves if not leaf.path.startswith(inside)]
     apart = bool(inside) and any(len(chain.points) > 1 for chain in _split(outside)[0])
     leaves = outside if apart else leaves

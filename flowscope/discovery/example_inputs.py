@@ -54,8 +54,8 @@ def default_calls(model: Any) -> list[Call]:
 
 def runnable(model: nn.Module) -> nn.Module:
     """Return what `default_calls` can run: the model, or the one transformers model inside it (a Lightning module)."""
-    found = [module for _, module in outermost(model, lambda m: hasattr(m, "dummy_inputs") and hasattr(m, "config"))]
-    return found[0] if len(found) == 1 else model
+    found = list(outermost(model.named_modules(), lambda m: hasattr(m, "dummy_inputs") and hasattr(m, "config")))
+    return found[0][1] if len(found) == 1 else model
 
 
 def block_calls(block: nn.Module) -> Iterator[Call]:

@@ -23,7 +23,7 @@ from torch import nn
 from flowscope.discovery.blocks import Candidate, Search, blocks_of, find_lone_blocks
 from flowscope.discovery.chains import find_chains
 from flowscope.discovery.plan import Flow, FlowPlan, display_path
-from flowscope.discovery.structure import has_parameters, is_layer_sequence
+from flowscope.discovery.structure import Named, has_parameters, is_layer_sequence
 from flowscope.errors import FlowscopeError
 
 __all__ = ["Flow", "FlowPlan", "display_path", "find_flows"]
@@ -47,9 +47,15 @@ def find_flows(model: nn.Module, flows: Sequence[str] | None = None) -> FlowPlan
     """
     if not isinstance(model, nn.Module):
         raise FlowscopeError(f"find_flows(model): got {type(model).__name__}, expected a torch.nn.Module.")
+    return plan_flows(tuple(model.named_modules()), flows)
+
+
+def plan_flows(modules: Sequence[Named], flows: Sequence[str] | None = None) -> FlowPlan:
+    """As `find_flows`, of the modules of a model, itself the first of them."""
+    model = modules[0][1]
     if flows is not None:
         entries = [flows] if isinstance(flows, str) else list(flows)
-        chosen = [flow for entry in entries for flow in _chosen(model, entry)]
+        chosen = [flow for entry in entries for flow in _chosen(modules, entry)]
         return FlowPlan(_unique(chosen), () if chosen else (_nothing(model),))
     search = Search(model)
     search.visit("", model)
@@ -58,7 +64,7 @@ def find_flows(model: nn.Module, flows: Sequence[str] | None = None) -> FlowPlan
     if not found:
         found = find_lone_blocks(model)
         if not found:
-            found, more = find_chains(model)
+            found, more = find_chains(modules, *modules[0])
             notes += more
     elif all(flow.kind == "time" for flow in found):
         notes.append("layers beside the recurrent ones are not taken as a flow; flows= can name them")
@@ -105,10 +111,11 @@ def _unique(flows: list[Flow]) -> tuple[Flow, ...]:
     return tuple(out)
 
 
-def _chosen(model: nn.Module, entry: str) -> list[Flow]:
+def _chosen(known: Sequence[Named], entry: str) -> list[Flow]:
     """The flow a user's path or pattern names; the raw and the displayed path are both understood."""
     if not isinstance(entry, str):
         raise FlowscopeError(f"flows=: got {entry!r}, expected module paths (str), such as 'model.layers'.")
+    model = known[0][1]
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(mark in entry for mark in "*?["):
         return [_matched(modules, entry)]
@@ -122,7 +129,7 @@ def _chosen(model: nn.Module, entry: str) -> list[Flow]:
             "print(flowscope.find_flows(model)) shows the discovered ones."
         )
     if is_layer_sequence(modules[path]):
-        chains, _ = find_chains(model, path)
+        chains, _ = find_chains(known, path, modules[path])
         if chains:
             return [replace(flow, name=display_path(path) or "network") for flow in chains[:1]]
     flow = blocks_of(path, modules[path])

@@ -7,12 +7,12 @@ highway layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from flowscope.discovery.structure import LISTS, is_ours
+from flowscope.discovery.structure import LISTS, Named, is_ours
 
 MOST = 256
 """So many modules are looked at, evenly spaced over the model."""
@@ -38,19 +38,19 @@ class GateCandidate:
     named: bool
 
 
-def find_gates(model: nn.Module, apart: Iterable[str] = ()) -> list[GateCandidate]:
-    """Return the modules of a model that may be gates, in module order.
+def find_gates(modules: Sequence[Named], apart: Iterable[str] = ()) -> list[GateCandidate]:
+    """Return those among the modules of a model that may be gates, in module order.
 
     Sigmoids, and modules of the user's own classes whose name or class name says gate. Not: the model itself, layers of
     torch (a `gate_proj` that is nn.Linear), what `wrap` added, what stands inside a path of `apart` (routers).
     """
-    modules = dict(model.named_modules())
-    closed = [*apart, *(path for path, module in modules.items() if is_ours(module))]
+    closed = [*apart, *(path for path, module in modules if is_ours(module))]
+    by_path = dict(modules)
     found = []
-    for path, module in modules.items():
+    for path, module in modules:
         if not path or any(path == other or path.startswith(other + ".") for other in closed):
             continue
-        named = _says_gate(path, module, modules)
+        named = _says_gate(path, module, by_path)
         if is_sigmoid(module):
             found.append(GateCandidate(path, module, True, named))
         elif named and not isinstance(module, LISTS) and not type(module).__module__.startswith("torch."):

@@ -5,11 +5,13 @@ hyper-connections (PyPI, 0.4) and the mHC modules of transformers (DeepSeek-V4, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from flowscope.discovery.plan import Flow, display_path
+from flowscope.discovery.structure import Named
 
 _CLASSES = {
     ("hyper_connections.hyper_connections", "HyperConnections"): "dynamic",
@@ -36,14 +38,14 @@ class KnownConnection:
     streams: int
 
 
-def find_hyper_connections(model: nn.Module) -> list[KnownConnection]:
+def find_hyper_connections(modules: Iterable[Named]) -> list[KnownConnection]:
     """Return the connections of known packages in module order.
 
     Not those with several fractions or input views, or with a constraint of the user's own on the residual mapping:
     their coefficients are no S x S matrix, or code we must not run a second time.
     """
     found = []
-    for path, module in model.named_modules():
+    for path, module in modules:
         kind = _kind(module)
         gives = kind in ("returned", "carried")
         streams = getattr(module, "hc_mult" if gives else "num_residual_streams", None) if kind else None
@@ -68,7 +70,7 @@ def _plain(module: nn.Module) -> bool:
     return constraint is None or getattr(getattr(constraint, "func", None), "__name__", "") in _SINKHORN
 
 
-def by_flow(found: list[KnownConnection], flows: list[Flow]) -> list[tuple[str, list[KnownConnection]]]:
+def by_flow(found: Iterable[KnownConnection], flows: Sequence[Flow]) -> list[tuple[str, list[KnownConnection]]]:
     """Sort connections by the watched flow whose blocks they are or stand in: (its name, connections in order).
 
     Those in no watched flow are named after the list that holds them. A flow keeps one number of streams: that of its

@@ -7,7 +7,7 @@ import inspect
 import numbers
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _WRAPPER_CHILDREN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION = re.compile(r"(lu\d?|swish|tanh|sigmoid|mish|activation|softplus|softsign|shrink)$", re.IGNORECASE)
+_RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
+_SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
+_SMOOTH_NAMES = ("gelu", "silu", "swish", "mish")
 _PARALLEL = re.compile(
     r"(^|_|\.)(experts?|heads?|classifiers?|codebooks?|quantizers?|embed(ding|der)?s?|embds?|proj(ection|ector)?s?|"
     r"critics?|adapters?|lateral\w*|postprocess\w*|aux\w*|fpn_\w+|pan_\w+|\w*hypernet\w*|mergers?(_list)?)\d*$",
@@ -92,12 +95,24 @@ def _required_arguments(kind: Any) -> tuple[str, ...]:
 
 TIMES = ("t", "time", "tau", "ts")
 """What the first argument of a right-hand side f(t, y) is called."""
+_STATES = ("z", "z_star", "z_k", "zs", "h", "u")
 
 
 def is_dynamics(module: nn.Module) -> bool:
     """Whether a module may be the right-hand side of a differential equation: forward(t, y)."""
     names = required_arguments(module)
     return len(names) == 2 and names[0] in TIMES
+
+
+def is_map(module: nn.Module) -> bool:
+    """Whether a module may be iterated to a fixed point: forward(z, x, ...)."""
+    names = required_arguments(module)
+    return len(names) >= 2 and names[0] in _STATES and not isinstance(module, nn.RNNCellBase)
+
+
+def is_equilibrium_layer(module: nn.Module) -> bool:
+    """A layer of torchdeq."""
+    return any(cls.__name__ == "DEQBase" for cls in type(module).__mro__)
 
 
 def is_time(value: Any) -> bool:
@@ -107,10 +122,10 @@ def is_time(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[Named]:
-    """The modules that fit, none inside another of them."""
+def outermost(modules: Iterable[Named], wanted: Callable[[nn.Module], bool]) -> Iterator[Named]:
+    """Those of a model's modules that fit, none inside another of them."""
     taken: list[str] = []
-    for path, module in model.named_modules():
+    for path, module in modules:
         if not any(not outer or path.startswith(outer + ".") for outer in taken) and wanted(module):
             taken.append(path)
             yield path, module
@@ -129,6 +144,31 @@ def is_norm(module: nn.Module) -> bool:
 def is_activation(module: nn.Module) -> bool:
     """An elementwise non-linearity (PReLU included, softmax and attention not)."""
     return not module._modules and bool(_ACTIVATION.search(type(module).__name__))
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """Return "rectifier", "smooth", "sigmoid" or "tanh" for an activation module, None for most others.
+
+    "input" for a layer with weights: a rectifier that is a function call has no module, it is seen at the next input.
+    """
+    name = type(module).__name__.lower()
+    if isinstance(module, _RECTIFIERS) or name.startswith("relu"):
+        return "rectifier"
+    if isinstance(module, _SMOOTH) or any(part in name for part in _SMOOTH_NAMES):
+        return "smooth" if not list(module.parameters(recurse=False)) and not list(module.children()) else None
+    if isinstance(module, nn.Sigmoid):
+        return "sigmoid"
+    if isinstance(module, nn.Tanh):
+        return "tanh"
+    return "input" if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) else None
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by the batch in training and by running statistics in evaluation."""
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # its statistics are those of single samples
+        return False
+    kept = module._buffers.get("running_mean"), module._buffers.get("running_var")
+    return getattr(module, "track_running_stats", True) and all(isinstance(buffer, Tensor) for buffer in kept)
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.discovery.structure import keeps_statistics
 from flowscope.probes.hooks import masked
-from flowscope.probes.norm_gaps import keeps_statistics
 from flowscope.probes.statistics import full_precision
 
 ITERATIONS = 40

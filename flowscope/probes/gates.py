@@ -6,7 +6,6 @@ candidate is a gate is decided once, from the autograd graph of the first sample
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from flowscope.discovery.gates import GateCandidate
 from flowscope.discovery.plan import display_path
-from flowscope.errors import FlowscopeError
+from flowscope.discovery.view import ModelView
 from flowscope.probes import products, site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks, Switch, in_backward
@@ -33,33 +32,22 @@ class GateObserver:
     """The gates in module order; their metrics stand under the flow name "gates".
 
     Args:
-        model: the user's.
-        patterns: of modules that are gates because the user says so.
+        view: of the user's model, with the gates the user named.
         found: candidates, which are gates if their output is a sigmoid's that something else is multiplied by; one
             whose name says gate only has to be no output of the model.
         switch: on in a sampled step.
         hooks: where to register.
-
-    Raises:
-        FlowscopeError: a pattern matches no module.
     """
 
     NAME = "gates"
     PART = "gates"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        patterns: Sequence[str],
-        switch: Switch,
-        hooks: Hooks,
-        found: Sequence[GateCandidate] = (),
-    ) -> None:
+    def __init__(self, view: ModelView, found: Sequence[GateCandidate], switch: Switch, hooks: Hooks) -> None:
         self._switch, self._hooks = switch, hooks
-        named = self._named(model, patterns)
+        named = dict(view.named_gates)
         candidates = {c.path: c for c in found if c.path not in named}
-        paths = [path for path, _ in model.named_modules() if path in named or path in candidates]
-        self.labels = [display_path(path) for path in paths]
+        gates = [(path, module) for path, module in view.modules if path in named or path in candidates]
+        self.labels = [display_path(path) for path, _ in gates]
         """Of all rows, those of candidates too."""
         self.named = bool(named)
         """Whether the user named any."""
@@ -71,26 +59,14 @@ class GateObserver:
         """Row by the number of the node that a call gave, in the forward under way."""
         self._overlaid: set[int] = set()
         self._handles: dict[int, Any] = {}
-        for row, path in enumerate(paths):
+        for row, (path, module) in enumerate(gates):
             self.buffer.new_row()
             if path in candidates:
                 self._candidates[row] = candidates[path]
-            module = model.get_submodule(path)
             self._handles[row] = hooks.after(module, self.PART, partial(self._after, row), switch)
         if self._candidates:
-            self._opened = hooks.before(model, self.PART, self._opens, switch, first=True)
-            self._root = hooks.after(model, self.PART, self._decide, switch)
-
-    @staticmethod
-    def _named(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-        paths = [path for path, _ in model.named_modules() if path]
-        for pattern in patterns:
-            if not any(_matches(path, pattern) for path in paths):
-                raise FlowscopeError(
-                    f"watch(gates=...): {pattern!r} matches no module of {type(model).__name__}. Expected paths as in "
-                    "model.named_modules(), where * matches anything, of modules whose outputs are gates in (0, 1)."
-                )
-        return {path for path in paths if any(_matches(path, pattern) for pattern in patterns)}
+            self._opened = hooks.before(view.model, self.PART, self._opens, switch, first=True)
+            self._root = hooks.after(view.model, self.PART, self._decide, switch)
 
     # -- which candidates are gates -----------------------------------------------------------------------------------
 
@@ -166,7 +142,3 @@ class GateObserver:
     def metrics(self, sums: NDArray[np.float64], rows: Sequence[int]) -> dict[str, NDArray[np.float64]]:
         """gate_mean, gate_std, gate_p05, gate_p95, gate_saturation, one entry for each of these rows."""
         return site_summaries.gate_metrics([sums[row] if row < len(sums) else None for row in rows])
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(display_path(path), pattern)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
+from flowscope.discovery.view import ModelView
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling
 
@@ -69,14 +70,13 @@ class NormGapObserver:
 
     PART = "norm gaps"
 
-    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
+    def __init__(self, view: ModelView, switch: Switch, hooks: Hooks) -> None:
         self._switch = switch
         self.probes: list[NormProbe] = []
-        for path, module in model.named_modules():
-            if keeps_statistics(module):
-                probe = NormProbe(display_path(path), module)
-                hooks.after(module, self.PART, partial(self._after, probe), switch)
-                self.probes.append(probe)
+        for path, module in view.batch_norms:
+            probe = NormProbe(display_path(path), module)
+            hooks.after(module, self.PART, partial(self._after, probe), switch)
+            self.probes.append(probe)
 
     def _after(self, probe: NormProbe, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del output
@@ -91,14 +91,6 @@ class NormGapObserver:
         """Return what the modules saw in this step (`NormProbe.gap` reads it), and start again."""
         taken = [(probe.take(), probe) for probe in self.probes]
         return [(tensor, probe) for tensor, probe in taken if tensor is not None]
-
-
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises by the batch in training and by running statistics in evaluation."""
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # its statistics are those of single samples
-        return False
-    kept = module._buffers.get("running_mean"), module._buffers.get("running_var")
-    return getattr(module, "track_running_stats", True) and all(isinstance(buffer, Tensor) for buffer in kept)
 
 
 def some_of(x: Tensor) -> Tensor:

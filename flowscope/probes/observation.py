@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.gates import find_gates
-from flowscope.discovery.hyper_connections import by_flow, find_hyper_connections
-from flowscope.discovery.plan import FlowPlan
-from flowscope.discovery.structure import is_dynamics, outermost
+from flowscope.discovery.hyper_connections import by_flow
+from flowscope.discovery.view import ModelView
 from flowscope.faults import LOGGER
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
@@ -32,7 +30,7 @@ from flowscope.probes.outputs import OutputObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.raw_gradients import RawGradients, spread
 from flowscope.probes.recurrent import Replay
-from flowscope.probes.routing import RoutingObserver, find_routers
+from flowscope.probes.routing import RoutingObserver
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
 from flowscope.probes.solvers import SolverObserver
@@ -47,15 +45,8 @@ Array = NDArray[np.float64]
 class Observation:
     """The probes of one model, and the switch that turns them on for a step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: FlowPlan,
-        config: WatchConfig,
-        hooks: Hooks,
-        connections: Sequence[tuple[str, nn.Module]] = (),
-        gates: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, view: ModelView, config: WatchConfig, hooks: Hooks) -> None:
+        model, plan = view.model, view.flows
         self.model, self.plan, self.config, self.hooks = model, plan, config, hooks
         self.faults = hooks.faults
         self.switch = Switch()
@@ -67,12 +58,12 @@ class Observation:
         self.trajectories: list[TrajectoryObserver] = []
         of_parameters = "parameters" in config.metrics
         self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
-        self.units = UnitObserver(model, config, self.switch, hooks) if of_parameters else None
-        self.norms = NormGapObserver(model, self.switch, hooks) if of_parameters else None
+        self.units = UnitObserver(view, config, self.switch, hooks) if of_parameters else None
+        self.norms = NormGapObserver(view, self.switch, hooks) if of_parameters else None
         self.output = OutputObserver(model, self.switch, hooks) if of_parameters else None
-        routers = find_routers(model) if of_parameters else []
-        self.routing = RoutingObserver(routers, self.switch, hooks) if routers else None
-        self.solvers = SolverObserver(model, self.switch, hooks) if of_parameters else None
+        routed = of_parameters and view.routers
+        self.routing = RoutingObserver(view.routers, self.switch, hooks) if routed else None
+        self.solvers = SolverObserver(view, self.switch, hooks) if of_parameters else None
         self._first = True
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""
@@ -89,16 +80,17 @@ class Observation:
         """What passes of the first step deposited that left no gradient: inner ones of an attack or of a meta-learner,
         or parts of a step that never fills `.grad`."""
         self.sites: list[SiteObserver | KnownStreams] = [
-            SiteObserver(group, name, config, self.switch, hooks) for name, group in group_by_flow(connections, plan)
+            SiteObserver(group, name, config, self.switch, hooks)
+            for name, group in group_by_flow(view.connections, plan)
         ]
         wrapped = {site.flow for site in self.sites}
         self.sites += [
             KnownStreams(group, name, config, self.switch, hooks)
-            for name, group in by_flow(find_hyper_connections(model), list(plan))
+            for name, group in by_flow(view.hyper_connections, plan)
             if name not in wrapped
         ]
-        found = find_gates(model, [router.path for router in routers]) if of_parameters else []
-        self.gates = GateObserver(model, gates, self.switch, hooks, found) if gates or found else None
+        found = view.gates if of_parameters else []
+        self.gates = GateObserver(view, found, self.switch, hooks) if view.named_gates or found else None
         self.alignments = [
             AlignmentObserver(model, flow, self.switch, hooks)
             for flow in plan
@@ -107,8 +99,7 @@ class Observation:
         hooks.before(model, "root hook", self._root, first=True)
         if any(kind in config.metrics for kind in ("flow", "depth")):
             self._observe_flows()
-            dynamics = outermost(model, is_dynamics)
-            self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in dynamics if path]
+            self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in view.dynamics if path]
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
         self._prepare_buffers()

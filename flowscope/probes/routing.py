@@ -8,9 +8,7 @@ Axis letters: N tokens, E experts, K experts chosen for a token.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
+from flowscope.discovery.routers import Router
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.payload import local
@@ -27,126 +26,8 @@ from flowscope.probes.statistics import full_precision
 
 Array = NDArray[np.float64]
 
-_EXPERTS = re.compile(r"(^|_)experts$", re.IGNORECASE)
-_SHARED = re.compile(r"shared|dense", re.IGNORECASE)
-_ROUTER = re.compile(r"router|gate|gating|(^|_)wg$", re.IGNORECASE)
-_ROUTER_CLASS = re.compile(r"router$", re.IGNORECASE)
-_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-    "experts_num",
-)
-_CHOSEN = (
-    "top_k",
-    "topk",
-    "k",
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_top_k",
-    "n_activated_experts",
-    "num_selects",
-)
 TOLERANCE = 1e-2
 """Scores that are nowhere negative and add up to 1 within this (bf16 rounds to 4e-3) are probabilities."""
-
-
-@dataclass(frozen=True)
-class Router:
-    """One router.
-
-    Attributes:
-        path: module path.
-        module: whose output says where tokens go.
-        experts: E.
-        chosen: K, used where only scores are given.
-    """
-
-    path: str
-    module: nn.Module
-    experts: int
-    chosen: int
-
-
-def find_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of a model, in module order, from its structure alone.
-
-    A router stands beside a child whose name ends in "experts" (its name says router or gate, or it is a linear layer
-    with an output per expert), or its class name ends in Router.
-    """
-    found: dict[int, Router] = {}
-    for path, module in model.named_modules():
-        for name, router, experts in _beside_experts(module):
-            chosen = _number((router, module, _config(module), _config(router)), _CHOSEN) or 1
-            where = f"{path}.{name}" if path else name
-            found.setdefault(id(router), Router(where, router, experts, min(chosen, experts)))
-        if path and id(module) not in found and _ROUTER_CLASS.search(type(module).__name__):
-            outputs = _number((module, _config(module)), _COUNTS) or _outputs(module) or 0
-            if outputs > 1:
-                chosen = _number((module, _config(module)), _CHOSEN) or 1
-                found[id(module)] = Router(path, module, outputs, min(chosen, outputs))
-    order = {id(module): at for at, module in enumerate(model.modules())}
-    outer = [r for r in found.values() if not any(_inside(r, other) for other in found.values())]
-    return sorted(outer, key=lambda router: order[id(router.module)])
-
-
-def _inside(router: Router, other: Router) -> bool:
-    return router.path.startswith(other.path + ".")
-
-
-def _beside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """The child of a mixture that routes, with the number of experts."""
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    for name, child in children.items():
-        if not _EXPERTS.search(name) or _SHARED.search(name):
-            continue
-        experts = _expert_count(module, child)
-        if experts is None or experts < 2:
-            continue
-        for other, candidate in children.items():
-            if candidate is not child and _routes(other, candidate, experts):
-                yield other, candidate, experts
-                break
-
-
-def _expert_count(mixture: nn.Module, experts: nn.Module) -> int | None:
-    """How many experts a child holds: its length, or what it, the mixture or the configuration says."""
-    if isinstance(experts, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        alike = {type(expert) for expert in experts.children()}
-        return len(experts) if len(alike) == 1 and len(experts) > 1 else None
-    return _number((experts, mixture, _config(mixture)), _COUNTS)
-
-
-def _routes(name: str, module: nn.Module, experts: int) -> bool:
-    if isinstance(module, nn.Linear):
-        return module.out_features == experts
-    return bool(_ROUTER.search(name) or _ROUTER.search(type(module).__name__)) and not _SHARED.search(name)
-
-
-def _outputs(module: nn.Module) -> int | None:
-    """How many outputs a router's own weight has."""
-    weight: Any = module._parameters.get("weight")
-    if weight is None:
-        linear = next((child for child in module.modules() if isinstance(child, nn.Linear)), None)
-        weight = None if linear is None else linear.weight
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
-
-
-def _config(module: nn.Module) -> Any:
-    return getattr(module, "config", None) or getattr(module, "cfg", None)
-
-
-def _number(holders: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
-    """The first attribute of these names that is a whole number above 0."""
-    for holder in holders:
-        for name in names if holder is not None else ():
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
 
 
 class RoutingObserver:
@@ -159,7 +40,7 @@ class RoutingObserver:
     HEAD = 2
     """Sum of the tokens' entropies, tokens; then the load of each expert."""
 
-    def __init__(self, routers: list[Router], switch: Switch, hooks: Hooks) -> None:
+    def __init__(self, routers: Sequence[Router], switch: Switch, hooks: Hooks) -> None:
         self._switch, self._routers = switch, routers
         self.labels = [display_path(router.path) for router in routers]
         self.buffer = DepositBuffer(self.HEAD + max(router.experts for router in routers))

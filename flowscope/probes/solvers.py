@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
-from flowscope.discovery.structure import is_dynamics, is_time, outermost, required_arguments
+from flowscope.discovery.structure import is_time
+from flowscope.discovery.view import ModelView
 from flowscope.probes.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
@@ -29,7 +30,6 @@ from flowscope.probes.payload import from_host, local
 
 Array = NDArray[np.float64]
 
-_STATES = ("z", "z_star", "z_k", "zs", "h", "u")
 ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
 """Names under which a layer says how its solver went; of the second pair both must be there."""
 
@@ -38,12 +38,6 @@ SEARCHES = 3
 
 METRICS = ("solver_nfe", "solver_nfe_backward", "solver_residual", "jacobian_radius")
 """Each has a sum and a count, the sums first: means over forwards (and ranks) are their quotients."""
-
-
-def _is_map(module: nn.Module) -> bool:
-    """Whether a module may be iterated to a fixed point: forward(z, x, ...)."""
-    names = required_arguments(module)
-    return len(names) >= 2 and names[0] in _STATES and not isinstance(module, nn.RNNCellBase)
 
 
 @dataclass
@@ -82,26 +76,22 @@ class SolverObserver:
 
     PART = "solvers"
 
-    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
-        self._model, self._switch = model, switch
+    def __init__(self, view: ModelView, switch: Switch, hooks: Hooks) -> None:
+        self._model, self._switch = view.model, switch
         self._inside = False
         self._forwards = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self.solvers: list[Solver] = []
         self._searches = 0
-        for wanted, after in (
-            (is_dynamics, self._dynamics),
-            (_is_map, self._map),
-            (_is_equilibrium_layer, self._layer),
-        ):
-            for path, module in outermost(model, wanted):
-                if path or wanted is is_dynamics:
-                    solver = Solver(display_path(path), module)
-                    self.solvers.append(solver)
-                    hooks.after(module, self.PART, partial(after, solver), switch)
+        kinds = (view.dynamics, self._dynamics), (view.maps, self._map), (view.equilibrium_layers, self._layer)
+        for found, after in kinds:
+            for path, module in found:
+                solver = Solver(display_path(path), module)
+                self.solvers.append(solver)
+                hooks.after(module, self.PART, partial(after, solver), switch)
         if self.solvers:
-            hooks.before(model, self.PART, self._begin, switch, first=True)
-            hooks.after(model, self.PART, self._end, switch)
+            hooks.before(view.model, self.PART, self._begin, switch, first=True)
+            hooks.after(view.model, self.PART, self._end, switch)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -260,11 +250,6 @@ def _mean(values: list[Tensor | float]) -> Tensor | float:
     if any(isinstance(value, Tensor) for value in values):
         return torch.stack([torch.as_tensor(value).detach().float() for value in values]).mean()
     return float(np.mean([float(value) for value in values]))
-
-
-def _is_equilibrium_layer(module: nn.Module) -> bool:
-    """A layer of torchdeq."""
-    return any(cls.__name__ == "DEQBase" for cls in type(module).__mro__)
 
 
 def _attributes(module: nn.Module) -> tuple[Tensor | float | None, Tensor | float | None] | None:

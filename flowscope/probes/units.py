@@ -25,14 +25,12 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
+from flowscope.discovery.view import ModelView
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import local
 from flowscope.probes.statistics import feature_last, spaced, wide
 
-RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.RReLU)
-SMOOTH = (nn.GELU, nn.SiLU, nn.Mish)
-SMOOTH_NAMES = ("gelu", "silu", "swish", "mish")
 SMOOTH_ZERO = 1e-5
 """GELU and SiLU never reach zero: a unit that stays below this is off (TheDeepChecker's limit)."""
 RECTIFIED_SHARE = 0.05
@@ -45,7 +43,6 @@ LASTING_POSITIONS = 32
 """A unit that is on for a tenth of the data is off at so many positions in 3 % of cases, at one in 90 %."""
 WAITING = 16
 """So many calls of a module wait to be looked at, at most."""
-PARAMETRISED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 TANH_LIMIT = math.tanh(2.5)
 SIGMOID_LIMIT = 1.0 / (1.0 + math.exp(-5.0))
@@ -134,40 +131,25 @@ class UnitProbe:
         return self._lasting
 
 
-def activation_kind(module: nn.Module) -> str | None:
-    """Return "rectifier", "smooth", "sigmoid" or "tanh" for an activation module, None for any other."""
-    name = type(module).__name__.lower()
-    if isinstance(module, RECTIFIERS) or name.startswith("relu"):
-        return "rectifier"
-    if isinstance(module, SMOOTH) or any(part in name for part in SMOOTH_NAMES):
-        return "smooth" if not list(module.parameters(recurse=False)) and not list(module.children()) else None
-    if isinstance(module, nn.Sigmoid):
-        return "sigmoid"
-    return "tanh" if isinstance(module, nn.Tanh) else None
-
-
 class UnitObserver:
     """Dead and saturated units of every activation module (and of rectified inputs) of a model."""
 
     PART = "units"
 
-    def __init__(self, model: nn.Module, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
+    def __init__(self, view: ModelView, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
         self._switch, self._hooks = switch, hooks
         self._units, self._positions = config.units, config.positions
         self.probes: list[UnitProbe] = []
         self._counted: dict[int, weakref.ref[Tensor]] = {}
         readers: dict[int, AxisReader] = {}
-        for path, module in model.named_modules():
-            kind = activation_kind(module)
-            if kind is None and not isinstance(module, PARAMETRISED):
-                continue
-            parent = model.get_submodule(path.rpartition(".")[0])
+        for path, module, kind in view.activations:
+            parent = view.model.get_submodule(path.rpartition(".")[0])
             reader = readers.setdefault(id(parent), AxisReader.of(parent))
-            if kind is not None:
+            if kind != "input":
                 probe = UnitProbe(display_path(path), kind)
                 probe.handle = hooks.after(module, self.PART, partial(self._after, probe, reader), switch)
             else:
-                probe = UnitProbe(f"{display_path(path)}:input", "input")
+                probe = UnitProbe(f"{display_path(path)}:input", kind)
                 probe.handle = hooks.before(module, self.PART, partial(self._before, probe, reader), switch)
             self.probes.append(probe)
 

@@ -1,0 +1,126 @@
+"""What is in a model, found once: `watch` makes one `ModelView`, and all instruments read it.
+
+The modules are walked once. Each kind is looked for among them when it is first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from functools import cached_property
+
+from torch import nn
+
+from flowscope.discovery.flows import plan_flows
+from flowscope.discovery.gates import GateCandidate, find_gates
+from flowscope.discovery.hyper_connections import KnownConnection, find_hyper_connections
+from flowscope.discovery.plan import FlowPlan, display_path
+from flowscope.discovery.routers import Router, find_routers
+from flowscope.discovery.structure import (
+    Named,
+    activation_kind,
+    is_dynamics,
+    is_equilibrium_layer,
+    is_map,
+    is_ours,
+    keeps_statistics,
+    outermost,
+)
+from flowscope.errors import FlowscopeError
+
+
+class ModelView:
+    """The parts of one model, as they were when it was attached; holds the model as long as it lives.
+
+    Args:
+        model: the user's.
+        flows: paths or patterns of the flows to use instead of the discovered ones, as in `find_flows`.
+        gates: patterns of modules that are gates because the user says so.
+
+    Attributes:
+        model: likewise.
+    """
+
+    def __init__(self, model: nn.Module, flows: Sequence[str] | None = None, gates: Sequence[str] = ()) -> None:
+        self.model = model
+        self._flow_paths, self._gate_patterns = flows, gates
+
+    @cached_property
+    def modules(self) -> tuple[Named, ...]:
+        """(path, module) of the model and all in it, each once, under its first path, in module order."""
+        return tuple(self.model.named_modules())
+
+    @cached_property
+    def flows(self) -> FlowPlan:
+        """The depth axes: discovered, or those the user named.
+
+        Raises:
+            FlowscopeError: a path or pattern of the user's names none.
+        """
+        return plan_flows(self.modules, self._flow_paths)
+
+    @cached_property
+    def connections(self) -> list[Named]:
+        """The connections that `wrap` put in, one a wrapped block."""
+        return [(path, module) for path, module in self.modules if is_ours(module)]
+
+    @cached_property
+    def hyper_connections(self) -> list[KnownConnection]:
+        """The merge sites that other packages put in."""
+        return find_hyper_connections(self.modules)
+
+    @cached_property
+    def routers(self) -> list[Router]:
+        """The routers of mixtures of experts."""
+        return find_routers(self.modules)
+
+    @cached_property
+    def gates(self) -> list[GateCandidate]:
+        """The modules that may be gates, none inside a router."""
+        return find_gates(self.modules, [router.path for router in self.routers])
+
+    @cached_property
+    def named_gates(self) -> list[Named]:
+        """The modules that are gates because the user says so.
+
+        Raises:
+            FlowscopeError: a pattern matches no module.
+        """
+        patterns, inside = self._gate_patterns, self.modules[1:]
+        for pattern in patterns:
+            if not any(_matches(path, pattern) for path, _ in inside):
+                raise FlowscopeError(
+                    f"watch(gates=...): {pattern!r} matches no module of {type(self.model).__name__}. Expected paths "
+                    "as in model.named_modules(), where * matches anything, of modules whose outputs are gates in "
+                    "(0, 1)."
+                )
+        return [(path, module) for path, module in inside if any(_matches(path, pattern) for pattern in patterns)]
+
+    @cached_property
+    def dynamics(self) -> list[Named]:
+        """The right-hand sides of differential equations, none inside another; the model itself may be one."""
+        return list(outermost(self.modules, is_dynamics))
+
+    @cached_property
+    def maps(self) -> list[Named]:
+        """The modules that may be iterated to a fixed point, none inside another."""
+        return [named for named in outermost(self.modules, is_map) if named[0]]
+
+    @cached_property
+    def equilibrium_layers(self) -> list[Named]:
+        """The layers that solve for a fixed point and say how it went, none inside another."""
+        return [named for named in outermost(self.modules, is_equilibrium_layer) if named[0]]
+
+    @cached_property
+    def activations(self) -> list[tuple[str, nn.Module, str]]:
+        """(path, module, kind) of what shows activations: see `activation_kind`."""
+        return [(p, module, kind) for p, module in self.modules if (kind := activation_kind(module)) is not None]
+
+    @cached_property
+    def batch_norms(self) -> list[Named]:
+        """The normalisations that keep running statistics."""
+        return [(path, module) for path, module in self.modules if keeps_statistics(module)]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(display_path(path), pattern)
