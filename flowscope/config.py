@@ -19,6 +19,7 @@ class WatchConfig(BaseModel):
 
     # what is measured
     metrics: tuple[Family, ...] = ("flow", "depth", "parameters")
+    instruments: dict[str, bool] = Field(default_factory=dict, description="name: False switches an instrument off")
     slow_every: int = Field(10, ge=0, description="each n-th sampled step also runs the slow probes; 0 never")
     branch_alignment: bool = Field(False, description="Hutchinson estimate of tr(J_f)/D on the slow schedule")
     positions: int = Field(256, ge=2, description="largest B*T whose positions are all used; half above")

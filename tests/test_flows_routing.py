@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import flowscope
 from flowscope.discovery.view import ModelView
-from flowscope.probes.routing import route_metrics, route_sums
+from flowscope.instruments.routing import route_metrics, route_sums
 from flowscope.records import Record
 
 BATCH, LENGTH, WORDS = 3, 7, 40

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from watch_models import close_to, watched
 
 from flowscope.discovery.structure import keeps_statistics
-from flowscope.probes.norm_gaps import ENTRIES, norm_gap, some_of
+from flowscope.instruments.batch_norm import ENTRIES, norm_gap, some_of
 from flowscope.records import Record
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 2)}

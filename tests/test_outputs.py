@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from watch_models import IN, OUT, B, D, Stack, T, close_to, data, loss_of, watched
 
 import flowscope
-from flowscope.probes.outputs import ENTRIES, SAMPLES, output_of, variation, width_of
+from flowscope.instruments.outputs import ENTRIES, SAMPLES, output_of, variation, width_of
 
 
 def naive(*outputs: Tensor) -> float:

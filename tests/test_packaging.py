@@ -26,6 +26,8 @@ THIRD_PARTIES = (
 ANY = {"numpy", "pydantic", "scipy"}
 PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "diagnosis", "_version")}
 WRAPPING = {"flowscope.discovery", "flowscope.merging"}
+MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
+CENTRE = ("observation", "snapshot", "sharing", "record_parts")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
@@ -37,7 +39,9 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.records", ANY | {"flowscope.errors", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),
     ("flowscope.probes.statistics", {"torch", "numpy"}),
-    ("flowscope.probes", ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}),
+    *((f"flowscope.probes.{name}", MEASURING | {"flowscope.instruments"}) for name in CENTRE),
+    ("flowscope.probes", MEASURING),
+    ("flowscope.instruments", MEASURING | {"flowscope.instruments", "flowscope.metrics"}),
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
     ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
     ("flowscope.merging", ANY | PLAIN | {"torch"} | WRAPPING),

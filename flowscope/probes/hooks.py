@@ -155,6 +155,8 @@ class Hooks:
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
+        self.switch = Switch()
+        """Of the scope's sampled steps."""
         self._handles: list[Any] = []
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
 

@@ -15,6 +15,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.hyper_connections import by_flow
 from flowscope.discovery.view import ModelView
 from flowscope.faults import LOGGER
+from flowscope.instruments import Instrument, instruments_for
 from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
@@ -22,18 +23,14 @@ from flowscope.probes.canary import Canary
 from flowscope.probes.carried_gradients import CarriedGradients
 from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.norm_gaps import NormGapObserver
-from flowscope.probes.outputs import OutputObserver
 from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.raw_gradients import RawGradients, spread
 from flowscope.probes.recurrent import Replay
-from flowscope.probes.routing import RoutingObserver
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
-from flowscope.probes.solvers import SolverObserver
 from flowscope.probes.statistics import COLUMNS
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.trajectories import TrajectoryObserver
@@ -45,11 +42,17 @@ Array = NDArray[np.float64]
 class Observation:
     """The probes of one model, and the switch that turns them on for a step."""
 
-    def __init__(self, view: ModelView, config: WatchConfig, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        config: WatchConfig,
+        hooks: Hooks,
+        instruments: Sequence[Instrument | type[Instrument]] = (),
+    ) -> None:
         model, plan = view.model, view.flows
         self.model, self.plan, self.config, self.hooks = model, plan, config, hooks
         self.faults = hooks.faults
-        self.switch = Switch()
+        self.switch = hooks.switch
         self.canary = Canary()
         self.buffer = DepositBuffer(COLUMNS)
         self.forwards = 0
@@ -59,11 +62,9 @@ class Observation:
         of_parameters = "parameters" in config.metrics
         self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
         self.units = UnitObserver(view, config, self.switch, hooks) if of_parameters else None
-        self.norms = NormGapObserver(view, self.switch, hooks) if of_parameters else None
-        self.output = OutputObserver(model, self.switch, hooks) if of_parameters else None
-        routed = of_parameters and view.routers
-        self.routing = RoutingObserver(view.routers, self.switch, hooks) if routed else None
-        self.solvers = SolverObserver(view, self.switch, hooks) if of_parameters else None
+        self.instruments = instruments_for(view, config, instruments)
+        for instrument in self.instruments:
+            self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
         self._first = True
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""
@@ -111,8 +112,7 @@ class Observation:
         buffers = [self.buffer, self.canary.buffer, *(site.buffer for site in self.sites)]
         if self.gates is not None:
             buffers.append(self.gates.buffer)
-        if self.routing is not None:
-            buffers.append(self.routing.buffer)
+        buffers += [instrument.buffer for instrument in self.instruments if instrument.buffer is not None]
         for buffer in buffers:
             buffer.prepare(devices)
 
@@ -164,6 +164,8 @@ class Observation:
             flow.start_forward(training=True)
         if self.units is not None:
             self.units.start_forward()
+        for instrument in self.instruments:
+            self.faults.guard(instrument.fuse, instrument.start_forward)
         parts: list[Any] = [*self.sites, *self.trajectories]
         for part in parts:
             part.start_forward()
@@ -219,6 +221,8 @@ class Observation:
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
         self._drop_sums()
+        for instrument in self.instruments:
+            self.faults.guard(instrument.fuse, instrument.discard)
         for site in self.sites:
             site.buffer.clear()
         for flow in self.flows:
@@ -233,14 +237,8 @@ class Observation:
             self.gates.buffer.clear()
         if self.units is not None:
             self.faults.guard("units", self.units.take)
-        if self.output is not None:
-            self.output.take()
         for trajectory in self.trajectories:
             trajectory.drop()
-        if self.routing is not None:
-            self.routing.buffer.clear()
-        if self.solvers is not None:
-            self.faults.guard(self.solvers.PART, self.solvers.drop)
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
@@ -293,8 +291,8 @@ class Observation:
             alignment.take()
         if self.units is not None:
             self.units.end_step()
-        if self.norms is not None:
-            self.faults.guard(self.norms.PART, self.norms.take)
+        for instrument in self.instruments:
+            self.faults.guard(instrument.fuse, instrument.drop)
         if self.parameters is not None:
             self.parameters.drop()
 

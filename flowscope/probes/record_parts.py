@@ -6,12 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.instruments.instrument import table_rows as added
 from flowscope.probes import site_summaries, summaries
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
-from flowscope.probes.routing import RoutingObserver
-from flowscope.probes.solvers import solver_metrics
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.trajectories import TrajectoryObserver
@@ -31,14 +30,6 @@ def tensors_of(replay: Replay) -> list[Tensor]:
     counts = replay.counts.to(replay.grad_square.dtype)
     gates = [] if replay.gates is None else [replay.gates]
     return [replay.grad_square, replay.act_square, counts, *gates]
-
-
-def added(parts: list[Array], columns: int) -> Array:
-    """The rows that several devices hold, added up."""
-    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
-    for part in parts:
-        rows[: len(part)] += part
-    return rows
 
 
 def add_time_flow(out: RecordBuilder, time: TimeObserver, parts: list[Array], note: str) -> None:
@@ -75,15 +66,3 @@ def add_gates(out: RecordBuilder, gates: GateObserver, parts: list[Array]) -> No
     out.flow(FlowLayout(gates.NAME, "gates", (), (), "" if gates.named else FOUND))
     for name, values in gates.metrics(added(parts, gates.buffer.columns), rows).items():
         out.add(name, values, [gates.labels[row] for row in rows])
-
-
-def add_routing(out: RecordBuilder, routing: RoutingObserver, where: slice, host: list[Array]) -> None:
-    """Loads and entropies of the routers."""
-    for name, values in routing.metrics(added(host[where], routing.buffer.columns)).items():
-        out.add(name, values, routing.labels)
-
-
-def add_solvers(out: RecordBuilder, labels: list[str], where: slice, host: list[Array]) -> None:
-    """What the iterative layers did."""
-    for name, values in solver_metrics(host[where][0].reshape(len(labels), -1)).items():
-        out.add(name, values, labels)

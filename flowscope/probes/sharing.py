@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.instruments.instrument import Taken
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, GRAD_SQUARE, wide
@@ -79,6 +80,16 @@ class PartMaker:
             return flat([held], self._sharing.device) if self._sharing.states else self._zeros(held.numel())
 
         return [Part(name, held.numel(), gather, lambda total: self._replace(where, total), fixed=False)]
+
+    def parts(self, taken: Taken, where: slice, agreed: Mapping[str, int]) -> list[Part]:
+        """What an instrument saw, as it says itself how ranks combine it."""
+        if callable(taken.adds_up):
+            return taken.adds_up(self._sharing, agreed)
+        if not taken.adds_up or not taken.tensors:
+            return []
+        if taken.adds_up == "vector":
+            return self.vector(taken.name, where)
+        return self.table(taken.name, where, taken.tensors[0].shape[1])
 
     def rows(self, where: slice, flows: Sequence[FlowObserver], calls: Calls, fixed: int) -> list[Part]:
         """The rows of the points: those known from the structure as one part, each further call as one of its own.

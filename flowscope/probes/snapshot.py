@@ -10,20 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.instruments import Taken
+from flowscope.instruments.instrument import table_rows as added
 from flowscope.probes import compiled, matrices, record_parts, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.known_streams import KnownStreams
-from flowscope.probes.norm_gaps import NormGapObserver
 from flowscope.probes.parameters import ParameterObserver, held_by
 from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.record_parts import added
 from flowscope.probes.recurrent import Replay
-from flowscope.probes.routing import RoutingObserver
 from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
-from flowscope.probes.solvers import SolverObserver
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, wide
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.units import UnitProbe
@@ -55,21 +53,14 @@ class Snapshot:
         units = observation.faults.guard("units", observation.units.take) if observation.units else None
         self._units = [(self._keep([t]), p) for t, p in units or ()]
         self._unit_positions = {p: p.taken_positions for _, p in units or ()}
-        norms = observation.faults.guard(NormGapObserver.PART, observation.norms.take) if observation.norms else None
-        self._norms = [(self._keep([t]), p) for t, p in norms or ()]
-        output = observation.output.take() if observation.output else None
-        self._output = None if output is None else self._keep([output])
-        self._width = observation.output.width if observation.output is not None else None
+        seen = [(i.fuse, observation.faults.guard(i.fuse, i.take)) for i in observation.instruments]
+        self._taken: list[tuple[str, Taken, slice]] = [(f, t, self._keep(t.tensors)) for f, t in seen if t is not None]
         self._replays = [(time, self._keep(record_parts.tensors_of(r)), r.note) for time, r in replays]
         taken = [(t, observation.faults.guard(t.part, t.take)) for t in observation.trajectories]
         self._trajectories = [(t, self._keep([table])) for t, table in taken if table is not None]
         self._stages = tuple(t.prefix for t in observation.trajectories if t.seen)
         self._sites = [(site, self._keep(site.buffer.take())) for site in observation.sites]
         self._gates = (observation.gates, self._keep(observation.gates.buffer.take())) if observation.gates else None
-        routing = observation.routing
-        self._routing = (routing, self._keep(routing.buffer.take())) if routing is not None else None
-        solved = observation.solvers and observation.faults.guard(SolverObserver.PART, observation.solvers.take)
-        self._solvers = (solved[0], self._keep([solved[1]])) if solved else None
         self._alignments = [(a, a.take()) for a in observation.alignments]
         self._points = {id(flow): flow.points() for flow in observation.flows}
         self._calls: dict[int, tuple[dict[PointKey, float], dict[PointKey, float]]] = {
@@ -101,13 +92,8 @@ class Snapshot:
         if self._gates is not None:
             gates, where = self._gates
             parts += make.table("gates", where, gates.buffer.columns)
-        if self._routing is not None:
-            routing, where = self._routing
-            parts += make.table("routing", where, routing.buffer.columns)
-        if self._solvers is not None:
-            parts += make.vector(f"solvers {' '.join(self._solvers[0])}", self._solvers[1])
-        if self._output is not None:
-            parts += make.vector("output", self._output)
+        for _, taken, where in self._taken:
+            parts += make.parts(taken, where, agreed)
         if self._parameters is not None and observation.parameters is not None:
             parts += make.parameters(*self._parameters, observation.parameters.entries())
         probes = observation.units.probes if observation.units is not None else []
@@ -198,12 +184,8 @@ class Snapshot:
         self._observation.faults.guard("parameters", self._parameter_family, out, host)
         self._observation.faults.guard("records", self._never_fired, out, rows)
         self._observation.faults.guard("units", self._unit_family, out, host)
-        self._observation.faults.guard(NormGapObserver.PART, self._norm_family, out, host)
-        self._observation.faults.guard("output", self._output_family, out, host)
-        if self._routing is not None:
-            self._observation.faults.guard(RoutingObserver.PART, record_parts.add_routing, out, *self._routing, host)
-        if self._solvers is not None:
-            self._observation.faults.guard(SolverObserver.PART, record_parts.add_solvers, out, *self._solvers, host)
+        for fuse, taken, where in self._taken:
+            self._observation.faults.guard(fuse, taken.read, out, host[where])
         return out.finish(), out.layouts
 
     def _flows(self, out: RecordBuilder, rows: Array, host: list[Array]) -> None:
@@ -217,13 +199,6 @@ class Snapshot:
             )
         for time, where, note in self._replays:
             self._observation.faults.guard(time.part, record_parts.add_time_flow, out, time, host[where], note)
-
-    def _output_family(self, out: RecordBuilder, host: list[Array]) -> None:
-        if self._output is not None:
-            variance, square = host[self._output][0]
-            out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
-        if self._width is not None:
-            out.add("output_width", np.array([float(self._width)]), ("",))
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, rows: Array, host: list[Array]) -> None:
         points = self._points[id(flow)]
@@ -349,13 +324,6 @@ class Snapshot:
                 for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
                     out.add(name, array, labels)
             out.family()
-
-    def _norm_family(self, out: RecordBuilder, host: list[Array]) -> None:
-        gaps = {probe: probe.gap(host[where][0]) for where, probe in self._norms}
-        if gaps:
-            probes = self._observation.norms.probes if self._observation.norms is not None else []
-            values = np.array([gaps.get(probe, np.nan) for probe in probes])
-            out.add("norm_gap", values, [probe.label for probe in probes])
 
     def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
         observation = self._observation

@@ -17,18 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_time
 from flowscope.discovery.view import ModelView
-from flowscope.probes.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
-from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.instruments.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.payload import from_host, local
-
-Array = NDArray[np.float64]
+from flowscope.probes.record_builder import RecordBuilder
 
 ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
 """Names under which a layer says how its solver went; of the second pair both must be there."""
@@ -71,27 +70,30 @@ class Solver:
         self.last, self.injected, self.varies = None, None, False
 
 
-class SolverObserver:
+class Solvers(Instrument):
     """The iterative layers of a model."""
 
-    PART = "solvers"
+    name = "solvers"
 
-    def __init__(self, view: ModelView, switch: Switch, hooks: Hooks) -> None:
-        self._model, self._switch = view.model, switch
+    def __init__(self) -> None:
         self._inside = False
         self._forwards = 0
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.solvers: list[Solver] = []
+        self._solvers: list[Solver] = []
         self._searches = 0
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at the calls of what may be iterated."""
+        self._model, self._switch = view.model, hooks.switch
         kinds = (view.dynamics, self._dynamics), (view.maps, self._map), (view.equilibrium_layers, self._layer)
         for found, after in kinds:
             for path, module in found:
                 solver = Solver(display_path(path), module)
-                self.solvers.append(solver)
-                hooks.after(module, self.PART, partial(after, solver), switch)
-        if self.solvers:
-            hooks.before(view.model, self.PART, self._begin, switch, first=True)
-            hooks.after(view.model, self.PART, self._end, switch)
+                self._solvers.append(solver)
+                hooks.after(module, self.fuse, partial(after, solver), hooks.switch)
+        if self._solvers:
+            hooks.before(view.model, self.fuse, self._begin, hooks.switch, first=True)
+            hooks.after(view.model, self.fuse, self._end, hooks.switch)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -99,13 +101,13 @@ class SolverObserver:
         if not is_compiling() and not in_backward() and torch.is_grad_enabled() and not self._switch.paused:
             self._inside = True
             self._forwards += 1
-            for solver in self.solvers:
+            for solver in self._solvers:
                 solver.in_forward = 0
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not is_compiling() and not in_backward() and self._inside:
             self._inside = False
-            for solver in self.solvers:
+            for solver in self._solvers:
                 self._close(solver, slow=self._switch.slow and torch.is_grad_enabled())
 
     def _counts(self, module: nn.Module) -> bool:
@@ -178,20 +180,20 @@ class SolverObserver:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget what was seen in this step."""
         self._inside, self._forwards = False, 0
-        for solver in self.solvers:
+        for solver in self._solvers:
             solver.forget()
 
-    def take(self) -> tuple[list[str], Tensor] | None:
-        """Return labels and [solvers, sums and counts] of what this step showed, None where nothing is iterated."""
-        for solver in self.solvers:
+    def take(self) -> Taken | None:
+        """[solvers, sums and counts], None where nothing is iterated."""
+        for solver in self._solvers:
             self._close(solver)
         self._find_attributes()
-        seen = [solver for solver in self.solvers if solver.seen]
+        seen = [solver for solver in self._solvers if solver.seen]
         if not seen:
-            self.drop()
+            self.discard()
             return None
         forwards = max(self._forwards, 1)
         rows = [[_mean(values) for values in _values(solver, forwards)] for solver in seen]
@@ -204,18 +206,25 @@ class SolverObserver:
                 if isinstance(value, Tensor):
                     values[i, j] = value.to(device, values.dtype)
         known = ~values.isnan()
-        self.drop()
-        return [solver.path for solver in seen], torch.cat([torch.where(known, values, 0.0), known.float()], 1)
+        self.discard()
+        labels = [solver.path for solver in seen]
+        table = torch.cat([torch.where(known, values, 0.0), known.float()], 1)
+        return Taken(f"solvers {' '.join(labels)}", [table], partial(self._read, labels), "vector")
+
+    @staticmethod
+    def _read(labels: list[str], out: RecordBuilder, parts: list[Array]) -> None:
+        for name, values in solver_metrics(parts[0].reshape(len(labels), -1)).items():
+            out.add(name, values, labels)
 
     def _find_attributes(self) -> None:
         """Layers that say themselves how their solver went; looked for at first, and slowly."""
-        held = {id(solver.module): solver for solver in self.solvers}
+        held = {id(solver.module): solver for solver in self._solvers}
         self._searches += 1
         if self._searches <= SEARCHES or self._switch.slow:
             for path, module in self._model.named_modules():
                 if id(module) not in held and _attributes(module) is not None:
-                    self.solvers.append(Solver(display_path(path), module))
-        for solver in self.solvers:
+                    self._solvers.append(Solver(display_path(path), module))
+        for solver in self._solvers:
             if (told := _attributes(solver.module)) is not None:
                 steps, residual = told
                 solver.seen = True

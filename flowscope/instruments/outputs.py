@@ -11,11 +11,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import at_least_single, real
 
 SAMPLES = 64
@@ -23,36 +27,51 @@ ENTRIES = 1024
 """At most so many evenly spaced samples, and about so many entries of each, are looked at."""
 
 
-class OutputObserver:
+class Outputs(Instrument):
     """The root's output: its variance over samples and its mean square, added up over the forwards of a step."""
 
-    PART = "output"
+    name = "output"
 
-    def __init__(self, model: nn.Module, switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._hooks = switch, hooks
-        self.sums: Tensor | None = None
-        self.width: int | None = None
-        """How many values the root answers with for each thing it is asked (classes, words), at its last forward."""
-        hooks.after(model, self.PART, self._after, switch)
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._width: int | None = None
+        """Size of the output's class axis, at the last forward."""
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what the root returns."""
+        self._switch, self._hooks = hooks.switch, hooks
+        hooks.after(view.model, self.fuse, self._after, hooks.switch)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._switch.paused or is_compiling() or not torch.is_grad_enabled():
             return
-        self.width = width_of(output)
+        self._width = width_of(output)
         x = output_of(output)
         if x is not None:
             sums = variation(x.detach())
-            self._hooks.on_gradient(x, self.PART, partial(self._deposit, sums), "output")
+            self._hooks.on_gradient(x, self.fuse, partial(self._deposit, sums), "output")
 
     def _deposit(self, sums: Tensor, gradient: Tensor) -> None:
         del gradient
         if not self._switch.paused:
-            self.sums = sums if self.sums is None or self.sums.device != sums.device else self.sums + sums
+            self._sums = sums if self._sums is None or self._sums.device != sums.device else self._sums + sums
 
-    def take(self) -> Tensor | None:
-        """Return [variance, mean square], None where no output got a gradient; and start again."""
-        sums, self.sums = self.sums, None
-        return sums
+    def take(self) -> Taken:
+        """[variance, mean square], nothing where no output got a gradient."""
+        sums, self._sums = self._sums, None
+        return Taken(self.name, [] if sums is None else [sums], partial(self._read, self._width), "vector")
+
+    def discard(self) -> None:
+        """Forget what was seen."""
+        self._sums = None
+
+    @staticmethod
+    def _read(width: int | None, out: RecordBuilder, parts: list[Array]) -> None:
+        if parts:
+            variance, square = parts[0]
+            out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
+        if width is not None:
+            out.add("output_width", np.array([float(width)]), ("",))
 
 
 def output_of(output: Any) -> Tensor | None:

@@ -14,39 +14,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.routers import Router
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import local
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import full_precision
-
-Array = NDArray[np.float64]
 
 TOLERANCE = 1e-2
 """Scores that are nowhere negative and add up to 1 within this (bf16 rounds to 4e-3) are probabilities."""
 
 
-class RoutingObserver:
+class Routing(Instrument):
     """The routers of a model: loads and entropies, added up over the training forwards of a step.
 
     Counted in the forward, as indices carry no gradient: a recomputed forward counts twice, which changes no ratio.
     """
 
-    PART = "routing"
+    name = "routing"
     HEAD = 2
     """Sum of the tokens' entropies, tokens; then the load of each expert."""
+    buffer: DepositBuffer
 
-    def __init__(self, routers: Sequence[Router], switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._routers = switch, routers
-        self.labels = [display_path(router.path) for router in routers]
-        self.buffer = DepositBuffer(self.HEAD + max(router.experts for router in routers))
-        for row, router in enumerate(routers):
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+        self._labels = [display_path(router.path) for router in routers]
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One, where the model has routers."""
+        return [cls(view.routers)] if view.routers else []
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what the routers return."""
+        self._switch = hooks.switch
+        self.buffer = DepositBuffer(self.HEAD + max(router.experts for router in self._routers))
+        for row, router in enumerate(self._routers):
             self.buffer.new_row()
-            hooks.after(router.module, self.PART, partial(self._after, row, router), switch)
+            hooks.after(router.module, self.fuse, partial(self._after, row, router), hooks.switch)
 
     def _after(self, row: int, router: Router, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del args, kwargs
@@ -57,15 +68,19 @@ class RoutingObserver:
         if sums is not None:
             self.buffer.add(row, 0, sums)
 
-    def metrics(self, sums: Array) -> dict[str, Array]:
+    def take(self) -> Taken:
+        """The sums [routers, columns]."""
+        return Taken(self.name, self.buffer.take(), self._read, "table")
+
+    def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
         """The metrics of `route_metrics`, one entry a router; NaN where no token was seen."""
-        out = {name: np.full(len(self._routers), np.nan) for name in METRICS}
-        for row, router in enumerate(self._routers):
-            if row < len(sums):
-                values = route_metrics(sums[row], router.experts)
-                for name, value in zip(METRICS, values, strict=True):
-                    out[name][row] = value
-        return out
+        sums = table_rows(parts, self.buffer.columns)
+        rows = [
+            route_metrics(sums[row], router.experts) if row < len(sums) else (np.nan,) * len(METRICS)
+            for row, router in enumerate(self._routers)
+        ]
+        for name, values in zip(METRICS, np.array(rows).T, strict=True):
+            out.add(name, values, self._labels)
 
 
 METRICS = ("route_entropy", "route_max_violation", "route_dead", "route_load")

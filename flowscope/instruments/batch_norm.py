@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
+from flowscope.probes.record_builder import RecordBuilder
 
 ENTRIES = 4096
 """Entries of a channel that are looked at, about: evenly spaced positions, and samples where there are more of them."""
 RECORDS = 4
 """The batches' statistics are averaged over about so many records, so that the noise of one batch does not count."""
-
-Array = NDArray[np.float64]
 
 
 class NormProbe:
@@ -65,18 +64,17 @@ class NormProbe:
         return norm_gap(*self.average, *taken[2:], eps=self.eps)
 
 
-class NormGapObserver:
+class NormGaps(Instrument):
     """The modules of a model that keep running statistics."""
 
-    PART = "norm gaps"
+    name = "norm_gaps"
 
-    def __init__(self, view: ModelView, switch: Switch, hooks: Hooks) -> None:
-        self._switch = switch
-        self.probes: list[NormProbe] = []
-        for path, module in view.batch_norms:
-            probe = NormProbe(display_path(path), module)
-            hooks.after(module, self.PART, partial(self._after, probe), switch)
-            self.probes.append(probe)
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what these modules are given."""
+        self._switch = hooks.switch
+        self._probes = [NormProbe(display_path(path), module) for path, module in view.batch_norms]
+        for probe in self._probes:
+            hooks.after(probe.module, self.fuse, partial(self._after, probe), hooks.switch)
 
     def _after(self, probe: NormProbe, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del output
@@ -87,10 +85,23 @@ class NormGapObserver:
             with torch.no_grad():
                 probe.add(x.detach())
 
-    def take(self) -> list[tuple[Tensor, NormProbe]]:
-        """Return what the modules saw in this step (`NormProbe.gap` reads it), and start again."""
-        taken = [(probe.take(), probe) for probe in self.probes]
-        return [(tensor, probe) for tensor, probe in taken if tensor is not None]
+    def take(self) -> Taken | None:
+        """[4, C] of each module that saw a batch."""
+        taken = [(probe, tensor) for probe in self._probes if (tensor := probe.take()) is not None]
+        return Taken(self.name, [t for _, t in taken], partial(self._read, [p for p, _ in taken])) if taken else None
+
+    def discard(self) -> None:
+        """Nothing was deposited on backward."""
+
+    def drop(self) -> None:
+        """Forget the batches that were seen."""
+        for probe in self._probes:
+            probe.take()
+
+    def _read(self, seen: list[NormProbe], out: RecordBuilder, parts: list[Array]) -> None:
+        gaps = {probe: probe.gap(taken) for probe, taken in zip(seen, parts, strict=True)}
+        values = np.array([gaps.get(probe, np.nan) for probe in self._probes])
+        out.add("norm_gap", values, [probe.label for probe in self._probes])
 
 
 def some_of(x: Tensor) -> Tensor:

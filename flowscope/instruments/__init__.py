@@ -1,0 +1,69 @@
+"""One file per kind of number: where it looks, what it adds up, how ranks combine it, how it becomes a metric.
+
+`BUILT_IN` is the list, in the order of the records; each is switched off by `config={"instruments": {name: False}}`.
+`Instrument` and `Taken` are the contract (flowscope/instruments/instrument.py), for instruments from outside too.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.view import ModelView
+from flowscope.errors import FlowscopeError
+from flowscope.instruments.batch_norm import NormGaps
+from flowscope.instruments.instrument import Instrument, Taken
+from flowscope.instruments.outputs import Outputs
+from flowscope.instruments.routing import Routing
+from flowscope.instruments.solvers import Solvers
+
+__all__ = ["BUILT_IN", "Instrument", "Taken", "instruments_for"]
+
+BUILT_IN: tuple[type[Instrument], ...] = (NormGaps, Outputs, Routing, Solvers)
+
+
+def instruments_for(
+    view: ModelView, config: WatchConfig, further: Sequence[Instrument | type[Instrument]] = ()
+) -> list[Instrument]:
+    """The instruments that a model asks for, in order; none is attached yet.
+
+    Args:
+        view: what is in the model.
+        config: which of them are switched off, alone or by family.
+        further: instruments from outside, classes or instances; they stand behind the built-in ones.
+
+    Raises:
+        FlowscopeError: one from outside is no instrument or bears a name that is taken, or `config.instruments` names
+            one that is not there.
+    """
+    _check_names(config, further)
+    chosen: list[Instrument] = []
+    for kind in (*BUILT_IN, *further):
+        if config.instruments.get(kind.name, True) and any(family in config.metrics for family in kind.families):
+            chosen += [kind] if isinstance(kind, Instrument) else kind.found_in(view, config)
+    return chosen
+
+
+def _check_names(config: WatchConfig, further: Sequence[Instrument | type[Instrument]]) -> None:
+    names = {kind.name for kind in BUILT_IN}
+    for kind in further:
+        if not (isinstance(kind, Instrument) or (isinstance(kind, type) and issubclass(kind, Instrument))):
+            raise FlowscopeError(
+                f"watch(instruments=...): got {kind!r:.80}, expected subclasses of flowscope.instruments.Instrument, "
+                "or instances of them."
+            )
+        name = getattr(kind, "name", "")
+        if not isinstance(name, str) or not name or name in names:
+            raise FlowscopeError(
+                f"watch(instruments=...): the name {name!r} of {kind!r:.80} is {'taken' if name else 'missing'}, "
+                "expected a class attribute `name` that no other instrument bears."
+            )
+        names.add(name)
+    for name in config.instruments:
+        if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), 1, 0.0)[0]
+            raise FlowscopeError(
+                f"watch(config={{'instruments': ...}}): got {name!r}, expected names of instruments. The nearest is "
+                f"{near!r}; there are {', '.join(sorted(names))}."
+            )

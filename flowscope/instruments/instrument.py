@@ -1,0 +1,97 @@
+"""An instrument: all that is known of one kind of number, from the hook to the metric. A new one is one file.
+
+The observation holds a list of them and knows none by name. In a sampled step each hears of its events (`begin_step`,
+`start_forward`, `before_update`, ...), gives what it saw (`take`), and makes metrics of it once the numbers are on the
+host (`Taken.read`), where they may be the sums over all ranks (`Taken.adds_up`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.config import Family, WatchConfig
+from flowscope.discovery.view import ModelView
+from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.hooks import Hooks
+from flowscope.probes.payload import Part, Sharing
+from flowscope.probes.record_builder import RecordBuilder
+
+Array = NDArray[np.float64]
+AddsUp = Literal["table", "vector", ""] | Callable[[Sharing, Mapping[str, int]], list[Part]]
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What one instrument saw in a step, on its way to the host.
+
+    Attributes:
+        name: the same on all ranks that saw the same.
+        tensors: on their devices.
+        read: writes the metrics, from the host's copies of the tensors.
+        adds_up: how the numbers of several ranks are combined. "table": one tensor a device, whose rows are fixed by
+            the structure of the model. "vector": one tensor, which not every step has. "": not, each rank keeps its
+            own. Or a function that makes the parts of the all-reduce vector: this rank's share, and the names and
+            sizes the ranks are known to have in common -> parts; `read` then finds their sums where the parts put them.
+    """
+
+    name: str
+    tensors: list[Tensor]
+    read: Callable[[RecordBuilder, list[Array]], None]
+    adds_up: AddsUp = ""
+
+
+class Instrument:
+    """Base of all; every method has a default that does nothing.
+
+    Hooks of an instrument are registered with its `fuse`, so that a fault of it switches off it alone.
+    """
+
+    name: ClassVar[str]
+    """Its key in `config={"instruments": {name: False}}`."""
+    families: ClassVar[tuple[Family, ...]] = ("parameters",)
+    """Which families of `WatchConfig.metrics` it belongs to: any of them turns it on."""
+    buffer: DepositBuffer | None = None
+    """Allocated before the first compiled call, where there is one."""
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """The instruments of this class that a model asks for: one, or one a flow, or none."""
+        del view, config
+        return [cls()]
+
+    @property
+    def fuse(self) -> str:
+        """What a fault of it switches off (`faults.guard`)."""
+        return self.name
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Register what looks at the model. `hooks.switch` says whether a step is sampled, slow, paused."""
+
+    def start_forward(self) -> None:
+        """A training forward of the model begins."""
+
+    def take(self) -> Taken | None:
+        """What this step showed; starts again from nothing."""
+
+    def discard(self) -> None:
+        """Forget what backward deposited, not what forwards under way wait with."""
+        if self.buffer is not None:
+            self.buffer.clear()
+
+    def drop(self) -> None:
+        """Forget all of it: it belongs to no step of ours."""
+        self.discard()
+
+
+def table_rows(parts: list[Array], columns: int) -> Array:
+    """The rows that several devices hold, added up."""
+    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
+    for part in parts:
+        rows[: len(part)] += part
+    return rows
