@@ -48,11 +48,7 @@ from flowscope.schedule import Schedule
 Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)
 MOST_LATE = 128
-LOCAL = frozenset({"effective_rank", "cosine_matrix", "branch_alignment", "norm_gap"})
-"""What does not add up over ranks: the first rank's, sent to the others with the next sum."""
 OF_A_FLOW = frozenset({"grad_norm", "grad_rms", "gain", "gradient_product", "act_rms"})
-LOCAL_WHERE_SHARDED = frozenset({"weight_spread"})
-"""What is read from whole matrices, of which a rank may hold a part."""
 UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
 
 
@@ -405,12 +401,12 @@ class Ranks:
 
 
 def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded: bool) -> bool:
-    """Whether a metric does not add up over ranks."""
-    metric, flow = split_key(key)
-    if metric in LOCAL or (sharded and metric in LOCAL_WHERE_SHARDED):
+    """Whether a metric does not add up over ranks: it is the first rank's, sent to the others with the next sum."""
+    spec, flow = record.spec(key), split_key(key)[1]
+    if spec.ranks == "first" or (sharded and spec.ranks == "whole"):
         return True
     first = record.flow_names[0] if record.flow_names else None
-    return (flow or first) in local_flows and (metric in OF_A_FLOW or metric.startswith("gate_"))
+    return (flow or first) in local_flows and (spec.name in OF_A_FLOW or spec.name.startswith("gate_"))
 
 
 def _add_losses(row: Tensor, losses: list[Any]) -> None:

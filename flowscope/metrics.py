@@ -6,8 +6,11 @@ carries those of its records, so that whoever draws a run reads them there and n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 Scale = Literal["log", "linear"]
@@ -16,6 +19,7 @@ Rows = Literal["points", "blocks", "sites", "modules", "parameters", "model"]
 Ranks = Literal["sum", "first", "whole"]
 
 VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
+_BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,11 @@ class Metric:
 
     Attributes:
         name: its key in `Record.metrics`, without a flow.
-        words: what it says and what is healthy, for someone who sees it for the first time.
+        words: what it says, for someone who sees it for the first time.
         unit: of its values; empty where they are ratios, cosines or counts.
         formula: how a value comes about, with the axis letters of docs/metrics.md.
         healthy: the range of a run that trains well.
-        source: the paper with section or equation, or "heuristic".
+        source: the paper with section or equation.
         view: the view of the panels it belongs to, one of `VIEWS`.
         scale: the scale it is drawn on.
         shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row).
@@ -46,6 +50,7 @@ class Metric:
         drawn: False where the rows are none of the model's and change from record to record.
         logged: loggers with one curve a name get it unless told otherwise.
         charted: the scale of its chart among TensorBoard's scalars; None for no chart.
+        opens: whether its view begins with it.
     """
 
     name: str
@@ -68,11 +73,22 @@ class Metric:
     drawn: bool = True
     logged: bool = False
     charted: Scale | None = None
+    opens: bool = False
+
+    @property
+    def says(self) -> str:
+        """Its words, and what is healthy."""
+        return f"{self.words} Healthy: {self.healthy}." if self.healthy else self.words
 
     @property
     def per_flow(self) -> bool:
         """Whether its rows belong to a flow, and not to the whole model."""
         return self.rows in ("points", "blocks", "sites")
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is drawn on a logarithmic scale."""
+        return self.scale == "log"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of what is not left at its default; `from_json` is its inverse."""
@@ -93,3 +109,24 @@ class Metric:
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
         return cls(**{"name": data["name"], "words": "", **known})
+
+
+@cache
+def of_0_1() -> dict[str, Metric]:
+    """The metrics of flowscope 0.1, whose runs do not describe theirs."""
+    found = json.loads((Path(__file__).parent / "metrics_0_1.json").read_text(encoding="utf-8"))
+    return {data["name"]: Metric.from_json(data) for data in found}
+
+
+def specs_of(run: Mapping[str, Metric]) -> Mapping[str, Metric]:
+    """What a run (its header, or a record of it) says of its metrics, or what is known of one that says nothing."""
+    return run or of_0_1()
+
+
+def spec_of(key: str, run: Mapping[str, Metric]) -> Metric:
+    """The spec of the metric behind a key of `Record.metrics`; of one that nobody described, a guess by its name."""
+    name = key.partition("@")[0]
+    if (known := specs_of(run).get(name)) is not None:
+        return known
+    rows: Rows = "parameters" if name.startswith("param_") else "points"
+    return Metric(name, "", scale="log" if _BY_MAGNITUDE & set(name.split("_")) else "linear", rows=rows)

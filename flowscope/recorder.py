@@ -21,28 +21,13 @@ from flowscope.detectors import DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.losses import LateLoss, LossesSinceRecord, mean_loss
+from flowscope.metrics import Metric
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
-from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
+from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import Sink
-
-GRADIENT_METRICS = frozenset(
-    {
-        "grad_norm",
-        "grad_rms",
-        "gain",
-        "gradient_product",
-        "nonfinite_grad",
-        "param_grad_norm",
-        "param_grad_norm_raw",
-        "clip_ratio",
-        "grad_carried",
-        "update_ratio",
-        "param_unchanged",
-    }
-)
-"""What a step that the GradScaler skipped does not say: its gradients were thrown away."""
+from flowscope.specs import BUILT_IN
 
 
 @dataclass(eq=False)
@@ -93,6 +78,7 @@ class Recorder:
 
     def __init__(self, config: WatchConfig, faults: Faults, callbacks: Sequence[AlertCallback]) -> None:
         self.faults, self.callbacks = faults, callbacks
+        self.specs: dict[str, Metric] = dict(BUILT_IN)
         self.records: deque[Record] = deque(maxlen=config.max_records)
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
         self.detectors = DetectorSet(config)
@@ -167,10 +153,9 @@ class Recorder:
         if made is None:
             return None
         record: Record = made[0]
-        record.flags = ended.flags
+        record.flags, record.specs = ended.flags, self.specs
         if "skipped" in ended.flags:
-            kept = {k: v for k, v in record.metrics.items() if k.partition("@")[0] not in GRADIENT_METRICS}
-            record.metrics = kept
+            record.metrics = {k: v for k, v in record.metrics.items() if not record.spec(k).of_gradient}
         if ended.scale is not None:
             _unscale(record, float(ended.scale))
             record.metrics["loss_scale"] = np.array([float(ended.scale)])
@@ -197,12 +182,12 @@ class Recorder:
         flows = {flow.name: flow for flow in self.header.flows}
         flows.update({layout.name: layout for layout in layouts})
         labels = {**self.header.labels, **record.metric_labels, "canary": Canary.KINDS}
-        if self._header_written and tuple(flows.values()) == self.header.flows and labels == self.header.labels:
+        names = {split_key(key)[0] for key in (*labels, *record.metrics)} | {*self.header.metrics, "step_losses"}
+        metrics = {name: metric for name, metric in self.specs.items() if name in names}
+        told = replace(self.header, flows=tuple(flows.values()), labels=labels, metrics=metrics)
+        if self._header_written and told == self.header:
             return
-        self.header = RunHeader(
-            self.header.version, tuple(flows.values()), labels, self.header.config, self.header.environment
-        )
-        self._header_written = True
+        self.header, self._header_written = told, True
         self.emit(self.header)
 
     def emit(self, event: Event) -> None:
@@ -239,7 +224,7 @@ def _canary(ended: EndedStep, losses: list[float]) -> NDArray[np.float64]:
 def _unscale(record: Record, scale: float) -> None:
     """Activation gradients arrive multiplied by the loss scale; ratios need no correction."""
     for key in record.metrics:
-        if key.partition("@")[0] in ("grad_norm", "grad_rms"):
+        if record.spec(key).times_loss_scale:
             record.metrics[key] = record.metrics[key] / scale
 
 

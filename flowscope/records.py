@@ -14,15 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
+from flowscope.metrics import Metric, spec_of
 
 Severity = Literal["info", "warning", "error"]
 SERIOUS: tuple[Severity, ...] = ("warning", "error")
 """Severities of what is wrong; an info only describes."""
 Key = str | tuple[str, str]
-
-
-UNDRAWN = frozenset({"step_losses"})
-"""Metrics without rows of the model: their length changes from record to record, and no panel draws them."""
 
 
 def metric_key(metric: str, flow: str | None) -> str:
@@ -56,13 +53,14 @@ class FlowLayout:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Written once at the head of a run (and again when the layout changes): what the rows of the metrics are."""
+    """Written once at the head of a run (and again when the layout changes): what its metrics and their rows are."""
 
     version: str
     flows: tuple[FlowLayout, ...]
     labels: Mapping[str, tuple[str, ...]]
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
@@ -77,6 +75,7 @@ class RunHeader:
             "labels": {key: list(value) for key, value in self.labels.items()},
             "config": dict(self.config),
             "environment": dict(self.environment),
+            "metrics": [metric.to_json() for metric in self.metrics.values()],
         }
 
     @classmethod
@@ -87,7 +86,10 @@ class RunHeader:
             for f in data.get("flows", ())
         )
         labels = {key: tuple(value) for key, value in data.get("labels", {}).items()}
-        return cls(data.get("version", "?"), flows, labels, data.get("config", {}), data.get("environment", {}))
+        metrics = {metric["name"]: Metric.from_json(metric) for metric in data.get("metrics", ())}
+        return cls(
+            data.get("version", "?"), flows, labels, data.get("config", {}), data.get("environment", {}), metrics
+        )
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Record:
     notes: tuple[str, ...] = ()
     flow_names: tuple[str, ...] = ()
     metric_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    specs: Mapping[str, Metric] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, key: Key) -> NDArray[np.float64]:
         """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or a part of its path)."""
@@ -127,6 +130,10 @@ class Record:
     def labels(self, metric: str, flow: str | None = None) -> list[str]:
         """The module (or parameter) paths of the entries of `record[metric]`."""
         return list(self.metric_labels.get(self._resolve(metric, flow), ()))
+
+    def spec(self, key: str) -> Metric:
+        """What the metric behind a key of `metrics` means and how it is drawn."""
+        return spec_of(key, self.specs)
 
     def _repr_html_(self) -> str:
         from flowscope.notebook import record_html
@@ -178,6 +185,7 @@ class Record:
             tuple(data.get("notes", ())),
             tuple(f.name for f in header.flows) if header else (),
             header.labels if header else {},
+            header.metrics if header else {},
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record
-from flowscope.sinks.reduction import LOGGED, StandingAlerts, record_scalars
+from flowscope.sinks.reduction import StandingAlerts, listed, record_scalars
 
 try:
     import mlflow
@@ -32,7 +32,7 @@ class MlflowSink:
     Args:
         run_id: the run; None takes the active one.
         tracking_uri: where it is; None takes the current one.
-        metrics: names of the metrics to log.
+        metrics: names of the metrics to log; None: those that are meant for loggers (`Metric.logged`).
         prefix: of all names.
         synchronous: False sends records from MLflow's own thread, which a far-away server asks for; `close` waits.
 
@@ -44,7 +44,7 @@ class MlflowSink:
         self,
         run_id: str | None = None,
         tracking_uri: str | None = None,
-        metrics: Iterable[str] = LOGGED,
+        metrics: Iterable[str] | None = None,
         prefix: str = "flowscope",
         *,
         synchronous: bool = True,
@@ -57,7 +57,7 @@ class MlflowSink:
             run_id = active.info.run_id
         self._run_id = run_id
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        self._metrics, self._prefix, self._synchronous = tuple(metrics), prefix, synchronous
+        self._metrics, self._prefix, self._synchronous = listed(metrics), prefix, synchronous
         self._standing = StandingAlerts()
         self._lines: list[str] = []
         self._under_way: list[Any] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, split_key
-from flowscope.sinks.reduction import LOGGED, StandingAlerts, spread
+from flowscope.sinks.reduction import StandingAlerts, is_logged, listed, spread
 
 try:
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
@@ -37,7 +37,7 @@ class PrometheusSink:
         registry: where the gauges are registered until `close`, for example `prometheus_client.REGISTRY` with
             `prometheus_client.start_http_server(port)`; None makes one.
         labels: on every gauge, to tell runs apart.
-        metrics: names of the metrics to export.
+        metrics: names of the metrics to export; None: those that are meant for loggers (`Metric.logged`).
 
     Raises:
         FlowscopeError: the path is no .prom file in an existing folder.
@@ -48,7 +48,7 @@ class PrometheusSink:
         path: str | os.PathLike[str] | None = None,
         registry: CollectorRegistry | None = None,
         labels: Mapping[str, str] | None = None,
-        metrics: Iterable[str] = LOGGED,
+        metrics: Iterable[str] | None = None,
     ) -> None:
         self._path = None if path is None else Path(path)
         if self._path is not None and (self._path.suffix != ".prom" or not self._path.parent.is_dir()):
@@ -57,7 +57,7 @@ class PrometheusSink:
                 "textfile collector reads no other) in a folder that exists."
             )
         self._registry = CollectorRegistry() if registry is None else registry
-        self._labels, self._metrics = dict(labels or {}), tuple(metrics)
+        self._labels, self._metrics = dict(labels or {}), listed(metrics)
         self._gauges: dict[str, Gauge] = {}
         self._standing = StandingAlerts()
         self._kinds: set[tuple[str, str]] = set()
@@ -97,7 +97,7 @@ class PrometheusSink:
             self._set("loss", record.loss, "loss of the latest record")
         for key, array in record.metrics.items():
             metric, flow = split_key(key)
-            if metric in self._metrics:
+            if is_logged(key, record, self._metrics):
                 for stat, value in spread(array).items():
                     self._set(metric, value, "over depth; flowscope docs/metrics.md", flow=flow or "", stat=stat)
 

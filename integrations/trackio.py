@@ -14,7 +14,7 @@ from typing import Any
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record
-from flowscope.sinks.reduction import LOGGED, StandingAlerts, record_scalars
+from flowscope.sinks.reduction import StandingAlerts, listed, record_scalars
 
 try:
     import trackio
@@ -35,16 +35,16 @@ class TrackioSink:
 
     Args:
         run: what `trackio.init` returned.
-        metrics: names of the metrics to log.
+        metrics: names of the metrics to log; None: those that are meant for loggers (`Metric.logged`).
         prefix: of all names.
     """
 
-    def __init__(self, run: Any, metrics: Iterable[str] = LOGGED, prefix: str = "flowscope") -> None:
+    def __init__(self, run: Any, metrics: Iterable[str] | None = None, prefix: str = "flowscope") -> None:
         if not (callable(getattr(run, "log", None)) and callable(getattr(run, "alert", None))):
             raise FlowscopeError(
                 f"TrackioSink(run): got {type(run).__name__}, expected the run that trackio.init(project=...) returned."
             )
-        self._run, self._metrics, self._prefix = run, tuple(metrics), prefix
+        self._run, self._metrics, self._prefix = run, listed(metrics), prefix
         self._standing = StandingAlerts()
 
     def write(self, event: Event) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record
-from flowscope.sinks.reduction import LOGGED, StandingAlerts, record_scalars
+from flowscope.sinks.reduction import StandingAlerts, listed, record_scalars
 
 try:
     import wandb
@@ -37,7 +37,7 @@ class WandbSink:
 
     Args:
         run: what `wandb.init` returned; None takes the current run.
-        metrics: names of the metrics to log.
+        metrics: names of the metrics to log; None: those that are meant for loggers (`Metric.logged`).
         prefix: of all names.
         notify: severities that are also sent as `run.alert` (mail, Slack).
 
@@ -48,7 +48,7 @@ class WandbSink:
     def __init__(
         self,
         run: Any = None,
-        metrics: Iterable[str] = LOGGED,
+        metrics: Iterable[str] | None = None,
         prefix: str = "flowscope",
         notify: Iterable[str] = ("warning", "error"),
     ) -> None:
@@ -57,7 +57,7 @@ class WandbSink:
             raise FlowscopeError(
                 "WandbSink(): there is no run; call wandb.init(...) first, or pass the run it returned."
             )
-        self._metrics, self._prefix, self._notify = tuple(metrics), prefix, frozenset(notify)
+        self._metrics, self._prefix, self._notify = listed(metrics), prefix, frozenset(notify)
         self._standing = StandingAlerts()
         self._rows: list[list[Any]] = []
         self._last_step = -1

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import flowscope
 from flowscope import recorder
 from flowscope.distributed import is_local
-from flowscope.metrics import Metric
-from flowscope.panels import catalogue
+from flowscope.metrics import Metric, of_0_1, spec_of
+from flowscope.panels.report import report_payload
 from flowscope.probes import snapshot
-from flowscope.records import UNDRAWN, Record
-from flowscope.sinks import reduction, tensorboard
+from flowscope.records import Record, RunHeader, split_key
+from flowscope.sinks import MemorySink, Run, reduction
 from flowscope.sinks.binning import is_log_metric
+from flowscope.specs import BUILT_IN
 
 
 def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:
@@ -38,15 +42,16 @@ def test_rows_say_whether_a_metric_belongs_to_a_flow() -> None:
 
 FROZEN = json.loads((Path(__file__).parent / "frozen_metrics.json").read_text())
 NAMES = sorted(FROZEN)
+CHARTED = [name for name, metric in BUILT_IN.items() if metric.charted]
 
 
 def answers(name: str) -> dict[str, object]:
     """What every module that treats metrics differently says of one."""
-    record = Record(0, flow_names=("rnn.l0", "net"))
-    presented = catalogue.describe(name)
+    record = Record(0, flow_names=("rnn.l0", "net"), specs=BUILT_IN)
+    presented = spec_of(name, BUILT_IN)
     return {
         "view": presented.view,
-        "words": presented.words,
+        "words": presented.says,
         "shape": presented.shape,
         "tab": presented.scale,
         "text": "log" if is_log_metric(name) else "linear",
@@ -55,12 +60,12 @@ def answers(name: str) -> dict[str, object]:
         "fitted": presented.fitted,
         "limits": list(presented.limits),
         "per_flow": presented.per_flow,
-        "logged": name in reduction.LOGGED,
-        "chart": tensorboard.SCALARS.index(name) if name in tensorboard.SCALARS else None,
-        "log_chart": name in tensorboard.LOG_CHARTS,
-        "chart_of_parameters": name in tensorboard._WITHOUT_FLOW,
-        "of_gradient": name in recorder.GRADIENT_METRICS,
-        "undrawn": name in UNDRAWN,
+        "logged": presented.logged,
+        "chart": CHARTED.index(name) if name in CHARTED else None,
+        "log_chart": presented.charted == "log",
+        "chart_of_parameters": presented.charted is not None and presented.rows == "parameters",
+        "of_gradient": presented.of_gradient,
+        "undrawn": not presented.drawn,
         "times_loss_scale": _unscaled(name),
         "local": is_local(name, record, (), sharded=False),
         "local_where_sharded": is_local(name, record, (), sharded=True),
@@ -70,7 +75,7 @@ def answers(name: str) -> dict[str, object]:
 
 
 def _unscaled(name: str) -> bool:
-    record = Record(0, metrics={name: np.ones(1)})
+    record = Record(0, metrics={name: np.ones(1)}, specs=BUILT_IN)
     recorder._unscale(record, 2.0)
     return bool(record.metrics[name][0] != 1)
 
@@ -81,5 +86,49 @@ def test_every_table_answers_as_it_did(name: str) -> None:
 
 
 def test_metrics_are_frozen_whole() -> None:
-    known = {*catalogue.METRICS, *UNDRAWN, *reduction.LOGGED, *tensorboard.SCALARS, *recorder.GRADIENT_METRICS}
-    assert known | {"cosine_p05", "gate_p95", "my_norm", "my_share"} <= set(NAMES)
+    assert {*BUILT_IN, "my_norm", "my_share"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(of_0_1()))
+def test_runs_of_0_1_are_drawn_like_those_that_describe_themselves(name: str) -> None:
+    assert replace(BUILT_IN[name], formula="", source="", unit="") == of_0_1()[name]
+
+
+KURTOSIS = Metric("act_kurtosis", "Fourth moment over squared second.", view="Depth", scale="log", logged=True)
+
+
+def run_of_a_stranger() -> Run:
+    """A run whose only metric no table knows; it went through JSON."""
+    labels = {"act_kurtosis": ("x", "y")}
+    told = RunHeader("0.2", (), labels, metrics={"act_kurtosis": KURTOSIS})
+    header = RunHeader.from_json(json.loads(json.dumps(told.to_json())))
+    assert header == told
+    return Run(header, [Record.from_json({"step": 0, "metrics": {"act_kurtosis": [3.0, 300.0]}}, header)], [])
+
+
+def test_a_run_tells_everyone_of_a_metric_that_no_table_knows() -> None:
+    run = run_of_a_stranger()
+    assert run.records[0].spec("act_kurtosis@decoder") == KURTOSIS
+    (shown,) = report_payload({"a": run}, "")["runs"][0]["metrics"]
+    assert (shown["view"], shown["scale"], shown["words"]) == ("Depth", "log", KURTOSIS.words)
+    assert set(reduction.record_scalars(run.records[0])) == {f"act_kurtosis/{end}" for end in ("min", "median", "max")}
+
+
+def test_a_header_of_0_1_is_read_and_its_metrics_are_known() -> None:
+    header = RunHeader.from_json({"type": "run", "version": "0.1", "flows": [], "labels": {"gain": ["a"]}})
+    assert header.metrics == {}
+    assert Record.from_json({"step": 0, "metrics": {"gain": [1]}}, header).spec("gain").rows == "blocks"
+
+
+def test_the_header_of_a_run_has_the_spec_of_each_of_its_metrics() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    memory = MemorySink()
+    with flowscope.watch(model, optimizer, sinks=[memory]):
+        model(torch.randn(3, 8)).square().mean().backward()
+        optimizer.step()
+    header, record = memory.header, memory.records[-1]
+    assert header is not None
+    assert {split_key(key)[0] for key in record.metrics} <= {*header.metrics, "step_losses"}
+    assert all(name == metric.name for name, metric in header.metrics.items())
+    assert "route_load" not in header.metrics

@@ -24,7 +24,8 @@ THIRD_PARTIES = (
 )
 
 ANY = {"numpy", "pydantic", "scipy"}
-PLAIN = {f"flowscope.{name}" for name in ("errors", "config", "records", "schedule", "faults", "diagnosis", "_version")}
+WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "_version")
+PLAIN = {f"flowscope.{name}" for name in WORDS}
 WRAPPING = {"flowscope.discovery", "flowscope.merging"}
 MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
 CENTRE = ("observation", "snapshot", "sharing", "record_parts")
@@ -35,8 +36,9 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.diagnosis", {"flowscope.records"}),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
+    ("flowscope.metrics", set()),
     # the notebook's view is imported where a notebook asks for it
-    ("flowscope.records", ANY | {"flowscope.errors", "flowscope.notebook"}),
+    ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),
     ("flowscope.probes.statistics", {"torch", "numpy"}),
     *((f"flowscope.probes.{name}", MEASURING | {"flowscope.instruments"}) for name in CENTRE),

@@ -12,9 +12,11 @@ import pytest
 from panels_run import ENCODER, EVIL, HEADER, STEPS, alerts, product, record, write_run
 
 from flowscope.errors import FlowscopeError
+from flowscope.metrics import VIEWS, spec_of
 from flowscope.panels import assets, catalogue, overview, report, series, write_report
-from flowscope.records import UNDRAWN, Alert, Record, RunHeader
+from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import Run, read_run
+from flowscope.specs import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = float("nan")
@@ -177,25 +179,25 @@ def test_every_documented_metric_is_in_the_catalogue() -> None:
     headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
     documented = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
     assert len(documented) > 30
-    unknown = {name for name in documented - UNDRAWN if catalogue.describe(name).view == "Other"}
+    unknown = {name for name in documented if name not in BUILT_IN}
     assert unknown == set()
-    assert {metric.view for metric in catalogue.METRICS.values()} <= set(catalogue.VIEWS)
+    assert {metric.view for metric in BUILT_IN.values()} <= set(VIEWS)
 
 
 def test_every_kind_of_alert_has_a_picture() -> None:
     from flowscope.detectors import DETECTORS
 
     assert {detector.kind for detector in DETECTORS} <= set(catalogue.SHOWN_BY)
-    assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(catalogue.METRICS)
+    assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(BUILT_IN)
 
 
 def test_scales_of_metrics_agree_with_the_images_of_plain_tensorboard() -> None:
     from flowscope.sinks.binning import is_log_metric
 
-    assert catalogue.describe("gradient_product").scale == "log"
-    assert catalogue.describe("cosine_p05").scale == "linear"
+    assert spec_of("gradient_product", {}).scale == "log"
+    assert spec_of("cosine_p05", {}).scale == "linear"
     for name in ("my_norm", "my_share", "some_ratio"):
-        assert (catalogue.describe(name).scale == "log") is is_log_metric(name)
+        assert (spec_of(name, {}).scale == "log") is is_log_metric(name)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

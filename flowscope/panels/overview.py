@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from flowscope.diagnosis import paired, story
-from flowscope.panels.catalogue import EXTREME, SHOWN_BY, present
+from flowscope.metrics import Metric, spec_of
+from flowscope.panels.catalogue import EXTREME, SHOWN_BY
 from flowscope.panels.series import Array, strict
 from flowscope.records import Alert, RunHeader, metric_key, split_key
 
 _RANK = {"error": 3, "warning": 2, "info": 1}
+DRAWN_BY = ("view", "scale", "shape", "band", "bounds", "fitted", "limits", "per_flow", "opens")
+"""What of a metric's spec the browser draws by."""
 FACTS = 5
 """How many flows the facts name."""
 
@@ -55,11 +58,12 @@ def _run_payload(run: RunView) -> dict[str, Any]:
     spans = alert_spans(run)
     flows = flows_of(run)
     first = flows[0]["name"] if flows else ""
+    specs = header.metrics if header else {}
     return {
         "name": run.name,
         "last_step": run.last_step,
         "flows": flows,
-        "metrics": [present(key, len(labels), first) for key, labels in run.labels.items()],
+        "metrics": [present(spec_of(key, specs), key, len(labels), first) for key, labels in run.labels.items()],
         "alerts": spans,
         "loss": {"steps": [step for step, _ in run.loss], "values": strict([value for _, value in run.loss])},
         "verdict": verdict(run, spans),
@@ -69,6 +73,13 @@ def _run_payload(run: RunView) -> dict[str, Any]:
         "environment": strict(header.environment) if header else {},
         "stamp": run.stamp,
     }
+
+
+def present(spec: Metric, key: str, rows: int, first_flow: str) -> dict[str, Any]:
+    """What the browser is told of the metric behind a key of `Record.metrics` with `rows` rows."""
+    metric, flow = split_key(key)
+    drawn = {name: getattr(spec, name) for name in DRAWN_BY}
+    return {"key": key, "metric": metric, "flow": flow or first_flow, "rows": rows, "words": spec.says, **drawn}
 
 
 def flows_of(run: RunView) -> list[dict[str, Any]]:

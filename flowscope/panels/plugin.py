@@ -19,11 +19,9 @@ from tensorboard.plugins import base_plugin
 from werkzeug import Request
 
 from flowscope.panels import assets
-from flowscope.panels.catalogue import describe
 from flowscope.panels.overview import overview_payload
 from flowscope.panels.series import heat_payload, record_payload, to_json
 from flowscope.panels.tensors import PLUGIN_NAME, TensorReader, UnreadableError
-from flowscope.records import split_key
 
 SAMPLES = 2000
 """Records per metric that TensorBoard keeps in memory; its own default would be 10 or 100, by loader."""
@@ -76,18 +74,14 @@ class FlowPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _series(self, request: Request) -> dict[str, Any]:
         run, key = _argument(request, "run"), _argument(request, "key")
         series, alerts = self._reader.series(request.environ, run, key)
-        return heat_payload(series, _is_log(key), [alert.step for alert in alerts])
+        return heat_payload(series, series.log, [alert.step for alert in alerts])
 
     def _record(self, request: Request) -> dict[str, Any]:
         run, key, step = (_argument(request, name) for name in ("run", "key", "step"))
         if not step.removeprefix("-").isdigit():
             raise UnreadableError(f"step is {step[:40]!r}; expected a whole number")
         series, _ = self._reader.series(request.environ, run, key)
-        return record_payload(series, int(step), _is_log(key))
-
-
-def _is_log(key: str) -> bool:
-    return describe(split_key(key)[0]).scale == "log"
+        return record_payload(series, int(step), series.log)
 
 
 def _argument(request: Request, name: str) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowscope.errors import FlowscopeError
+from flowscope.metrics import spec_of
 from flowscope.panels import assets
-from flowscope.panels.catalogue import describe
 from flowscope.panels.overview import RunView, overview_payload
 from flowscope.panels.series import (
     COLUMNS,
@@ -26,7 +26,7 @@ from flowscope.panels.series import (
     thin_steps,
     to_json,
 )
-from flowscope.records import UNDRAWN, Alert, Record, RunHeader, split_key
+from flowscope.records import Alert, Record, RunHeader, split_key
 
 CELLS = 360_000
 """Numbers in a report, about 8 bytes each; beyond, steps and rows are thinned out."""
@@ -132,12 +132,13 @@ def report_payload(runs: Mapping[str, RunLike], title: str) -> dict[str, Any]:
 
 def _all_series(run: RunLike) -> dict[str, Series]:
     labels = run.header.labels if run.header else {}
+    specs = run.header.metrics if run.header else {}
     points: dict[str, list[tuple[int, Any]]] = {}
     rows: dict[str, Sequence[str]] = {}
     older: Counter[str] = Counter()
     for record in reversed(run.records):
         for key, array in record.metrics.items():
-            if not array.size or key in UNDRAWN:
+            if not array.size or not spec_of(key, specs).drawn:
                 continue
             names = tuple(record.metric_labels.get(key, labels.get(key, ())))
             if names == rows.setdefault(key, names):
@@ -146,7 +147,7 @@ def _all_series(run: RunLike) -> dict[str, Series]:
                 older[key] += 1  # as many rows or not: they were other modules then
     order = {key: i for i, key in enumerate(labels)}
     keys = sorted(points, key=lambda key: order.get(key, len(order)))
-    found = {key: make_series(key, points[key][::-1], rows[key]) for key in keys}
+    found = {key: make_series(key, points[key][::-1], rows[key], log=spec_of(key, specs).is_log) for key in keys}
     return {key: replace(series, dropped=series.dropped + older[key]) for key, series in found.items()}
 
 
@@ -176,10 +177,9 @@ def _fit(profiles: Iterable[Series]) -> tuple[int, int]:
 
 
 def _embed(series: Series, keep: Sequence[int], columns: int, rows: int) -> dict[str, Any]:
-    log = describe(split_key(series.key)[0]).scale == "log"
     if series.values.ndim == 2:
-        return heat_payload(series, log, keep, columns, rows)
+        return heat_payload(series, series.log, keep, columns, rows)
     cells = max(1, int(np.prod(series.values.shape[1:])))
     limit = max(1, min(MATRIX_RECORDS, CELLS // 8 // cells))
     chosen = thin_steps(series.steps, limit) if limit > 1 else np.asarray([len(series.steps) - 1])
-    return {"records": [record_payload(series, int(step), log) for step in series.steps[chosen]]}
+    return {"records": [record_payload(series, int(step), series.log) for step in series.steps[chosen]]}

@@ -29,6 +29,7 @@ class Series:
         values: [N, R] for a profile, [N, R, R] for a matrix, [N, R, S, S] for a stack; NaN is "not seen".
         labels: [R] module or parameter paths.
         dropped: records before a change of layout that do not fit the rows any more.
+        log: whether it is drawn on a logarithmic scale.
     """
 
     key: str
@@ -36,9 +37,10 @@ class Series:
     values: Array
     labels: tuple[str, ...]
     dropped: int = 0
+    log: bool = False
 
 
-def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[str]) -> Series:
+def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[str], *, log: bool = False) -> Series:
     """A series from (step, array) pairs: the last of each step, of the last shape; rows without a label are numbered.
 
     Raises:
@@ -54,7 +56,7 @@ def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[st
     rows = values.shape[1]
     names = tuple(labels) if len(labels) == rows else tuple(f"row {i}" for i in range(rows))
     chosen = np.asarray([steps[i] for i in fits], dtype=np.int64)
-    return Series(key, chosen, values, names, len(arrays) - len(fits))
+    return Series(key, chosen, values, names, len(arrays) - len(fits), log)
 
 
 def thin_steps(steps: NDArray[np.int64], limit: int, keep: Sequence[int] = ()) -> NDArray[np.int64]:

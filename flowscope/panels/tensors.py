@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensorboard import errors, plugin_util
 from tensorboard.data.provider import RunTagFilter
 
+from flowscope.metrics import spec_of
 from flowscope.panels.overview import RunView
 from flowscope.panels.series import COLUMNS, Series, make_series
 from flowscope.records import Alert, RunHeader, split_key
@@ -79,6 +80,7 @@ class TensorReader:
         alerts = _alerts(self._read(environ, [run], [ALERTS], RECORDS).get(run, {}), notices)
         header = _header(self._read(environ, [run], [HEADER], 100).get(run, {}), notices)
         labels = tuple(map(str, (header.labels.get(key) if header else None) or content.get("labels", ())))
+        log = spec_of(key, header.metrics if header else {}).is_log
         name = (plugin_util.experiment_id(environ), run, tag, _stamp({tag: known[tag]}), labels)
         with self._lock:
             if name in self._cache:
@@ -88,7 +90,7 @@ class TensorReader:
         count = max(20, min(RECORDS, READ_BYTES // (8 * max(1, len(labels)))))
         points = self._read(environ, [run], [tag], count).get(run, {}).get(tag, [])
         try:
-            series = make_series(key, [(point.step, point.numpy) for point in points], labels)
+            series = make_series(key, [(point.step, point.numpy) for point in points], labels, log=log)
         except (TypeError, ValueError) as error:
             raise UnreadableError(f"{key[:200]!r} of run {run[:200]!r} cannot be drawn: {error}") from error
         self._remember(name, series)

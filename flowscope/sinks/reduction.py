@@ -7,25 +7,15 @@ largest) say whether to look at the profile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
+from flowscope.metrics import of_0_1
 from flowscope.records import Alert, Record, split_key
 
-LOGGED = (
-    "gradient_product",
-    "gain",
-    "act_rms",
-    "cosine",
-    "token_cosine",
-    "update_ratio",
-    "param_grad_norm",
-    "clip_ratio",
-    "dead_fraction",
-    "gate_mean",
-)
-"""The metrics that loggers get unless told otherwise."""
+LOGGED = tuple(name for name, metric in of_0_1().items() if metric.logged)
+"""The metrics that loggers get of a run that does not say which."""
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -37,22 +27,23 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"min": float(seen.min()), "median": float(np.median(seen)), "max": float(seen.max())}
 
 
-def record_scalars(record: Record, metrics: Iterable[str] = LOGGED) -> dict[str, float]:
+def record_scalars(record: Record, metrics: Iterable[str] | None = None) -> dict[str, float]:
     """A record as a few named numbers.
 
     Args:
         record: the record.
-        metrics: names of metrics, without a flow; those the record lacks are left out.
+        metrics: names of metrics, without a flow; those the record lacks are left out. None: those that are meant for
+            loggers (`Metric.logged`).
 
     Returns:
         `loss`, where one was given, and per metric `METRIC/min`, `METRIC/median`, `METRIC/max` over depth of the first
         flow, `METRIC/FLOW/...` of the others; `METRIC` alone where it is a single number. What was not seen is absent.
     """
-    wanted = set(metrics)
+    wanted = listed(metrics)
     out: dict[str, float] = {} if record.loss is None else {"loss": record.loss}
     for key, array in record.metrics.items():
         metric, flow = split_key(key)
-        if metric not in wanted:
+        if not is_logged(key, record, wanted):
             continue
         name = metric if flow is None else f"{metric}/{flow}"
         numbers = spread(array)
@@ -61,6 +52,16 @@ def record_scalars(record: Record, metrics: Iterable[str] = LOGGED) -> dict[str,
         else:
             out |= {f"{name}/{which}": value for which, value in numbers.items()}
     return out
+
+
+def listed(metrics: Iterable[str] | None) -> frozenset[str] | None:
+    """The names of metrics that a logger was asked for; None where it was not told which."""
+    return None if metrics is None else frozenset(metrics)
+
+
+def is_logged(key: str, record: Record, wanted: Collection[str] | None) -> bool:
+    """Whether a logger gets a metric: one of those wanted, or where none are named one that is meant for loggers."""
+    return record.spec(key).logged if wanted is None else split_key(key)[0] in wanted
 
 
 class StandingAlerts:

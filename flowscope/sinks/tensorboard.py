@@ -29,20 +29,17 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from flowscope.records import UNDRAWN, Alert, Event, Record, RunHeader, split_key
+from flowscope.metrics import Metric, specs_of
+from flowscope.records import Alert, Event, Record, RunHeader, split_key
 from flowscope.sinks import images, summaries
 from flowscope.sinks.append_file import AppendFile
 from flowscope.sinks.binning import log10
 from flowscope.sinks.reduction import spread
 
-SCALARS = ("gradient_product", "gain", "act_rms", "cosine", "token_cosine", "update_ratio")
-LOG_CHARTS = ("gradient_product",)
-"""Metrics that span decades: they also get log10 scalars, which the Custom Scalars charts show."""
 LEAST = 1e-30
 HISTORY = 128
 TABLE_ROWS = 30
 
-_WITHOUT_FLOW = {"update_ratio"}
 _files = itertools.count()
 
 
@@ -105,7 +102,7 @@ class TensorBoardSink:
         values = [
             summaries.profile(f"flowscope/{key}", array, self._content(key, record))
             for key, array in record.metrics.items()
-            if array.size and key not in UNDRAWN
+            if array.size and record.spec(key).drawn
         ]
         values += self._scalars(record)
         if self._layout_due:
@@ -137,12 +134,12 @@ class TensorBoardSink:
         names = record.flow_names or [flow.name for flow in (self._header.flows if self._header else ())]
         return names[0] if names else "network"
 
-    def _place(self, key: str, record: Record) -> tuple[str, str] | None:
+    def _place(self, key: str, record: Record) -> tuple[str, Metric] | None:
         """Where the scalars of a metric stand: (prefix of the tags, metric); None for metrics without scalars."""
-        metric, flow = split_key(key)
-        if metric not in SCALARS:
+        spec, flow = record.spec(key), split_key(key)[1]
+        if spec.charted is None:
             return None
-        return ("parameters" if metric in _WITHOUT_FLOW else f"flow/{flow or self._first_flow(record)}"), metric
+        return (f"flow/{flow or self._first_flow(record)}" if spec.per_flow else spec.rows), spec
 
     def _scalars(self, record: Record) -> Iterator[Any]:
         if record.loss is not None:
@@ -151,19 +148,21 @@ class TensorBoardSink:
             place = self._place(key, record)
             seen = array[~np.isnan(array)]
             if place and seen.size:
-                yield from _spread("/".join(place), seen)
-                if place[1] in LOG_CHARTS:
-                    yield from _spread(f"{place[0]}/log10_{place[1]}", np.log10(np.maximum(seen, LEAST)))
+                prefix, spec = place
+                yield from _spread(f"{prefix}/{spec.name}", seen)
+                if spec.charted == "log":
+                    yield from _spread(f"{prefix}/log10_{spec.name}", np.log10(np.maximum(seen, LEAST)))
 
     def _charts(self, record: Record) -> dict[str, dict[str, list[str]]]:
         charts: dict[str, dict[str, list[str]]] = {} if record.loss is None else {"loss": {"loss": ["flow/loss"]}}
         keys = {**record.metrics, **(self._header.labels if self._header else {})}
         places = [place for key in keys if (place := self._place(key, record))]
-        for place in sorted(places, key=lambda place: SCALARS.index(place[1])):
-            metric = f"log10_{place[1]}" if place[1] in LOG_CHARTS else place[1]
+        order = list(specs_of(record.specs))
+        for prefix, spec in sorted(places, key=lambda place: order.index(place[1].name)):
+            metric = f"log10_{spec.name}" if spec.charted == "log" else spec.name
             title = f"{metric}: median, band from min to max"
-            tags = [f"{place[0]}/{metric}/{name}" for name in ("median", "min", "max")]
-            charts.setdefault(place[0], {})[title] = tags
+            tags = [f"{prefix}/{metric}/{name}" for name in ("median", "min", "max")]
+            charts.setdefault(prefix, {})[title] = tags
         return charts
 
     def _images(self, record: Record) -> Iterator[Any]:

@@ -1,0 +1,450 @@
+"""The metrics of flowscope itself, by kind of number. Axis letters: docs/metrics.md."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flowscope.metrics import Metric
+
+SHARE = (0.0, 1.0)
+# a cosine below 0 widens the scale to -1 in the browser
+COSINE = (0.0, 1.0)
+
+_gradient = partial(Metric, view="Gradient", scale="log", of_gradient=True)
+_count = partial(Metric, view="Finiteness", unit="count")
+
+GRADIENT_FLOW = (
+    _gradient(
+        "gradient_product",
+        "Share of the last point's gradient that arrives at each depth.",
+        formula="‖dL/dx_l‖ / ‖dL/dx_L‖",
+        healthy="0.1 to 10; alert under 0.001 (in time 1e-8)",
+        limits=("vanishing_product", "exploding_product"),
+        logged=True,
+        charted="log",
+        opens=True,
+    ),
+    _gradient(
+        "gain",
+        "What one block does to the gradient that passes back through it.",
+        formula="‖dL/dx_{l-1}‖ / ‖dL/dx_l‖",
+        healthy="about 1",
+        rows="blocks",
+        logged=True,
+        charted="linear",
+    ),
+    _gradient(
+        "grad_norm",
+        "Norm of the gradient at each depth. Compare along depth, not between models.",
+        formula="‖dL/dx_l‖",
+        unit="loss / activation",
+        times_loss_scale=True,
+    ),
+    _gradient(
+        "grad_rms",
+        "Gradient norm per entry: comparable between points of different size.",
+        formula="‖dL/dx_l‖ / sqrt(entries of x_l)",
+        unit="loss / activation",
+        times_loss_scale=True,
+    ),
+    Metric(
+        "act_rms",
+        "Size of the hidden state. Growing slowly with depth is normal in Pre-LN; jumps are not.",
+        formula="sqrt(mean x_l²)",
+        unit="activation",
+        source="arXiv 2002.04745",
+        view="Depth",
+        scale="log",
+        logged=True,
+        charted="linear",
+    ),
+    _count(
+        "nonfinite",
+        "Count of inf and NaN in the activation.",
+        formula="entries of x_l that are inf or NaN",
+        healthy="0",
+        opens=True,
+    ),
+    _count(
+        "nonfinite_grad",
+        "Count of inf and NaN in the gradient.",
+        formula="entries of dL/dx_l that are inf or NaN",
+        healthy="0",
+        of_gradient=True,
+    ),
+    _count("backward_calls", "Gradients that arrived in the step."),
+    _count("forward_calls", "Forward calls in the step."),
+    _count("tracked_calls", "Forward calls whose output asked for a gradient."),
+    Metric(
+        "group_grad_norm",
+        "Gradient of each layer's new features over all their uses (features are concatenated).",
+        formula="‖dL/dF_l‖",
+        unit="loss / activation",
+        view="Gradient",
+        scale="log",
+    ),
+    Metric("width", "Number of new features of each layer.", unit="features", view="Depth"),
+)
+
+_depth = partial(Metric, view="Depth", bounds=COSINE)
+
+COSINES = (
+    _depth(
+        "cosine",
+        "Cosine between a block's input and output (median; band 5 to 95 %). At 1 the block changes nothing.",
+        formula="median over positions of cos(x_{l-1}, x_l)",
+        rows="blocks",
+        band=("cosine_p05", "cosine_p95"),
+        logged=True,
+        charted="linear",
+        opens=True,
+    ),
+    _depth("cosine_p05", "The 5 % quantile of cosine.", rows="blocks"),
+    _depth("cosine_p95", "The 95 % quantile of cosine.", rows="blocks"),
+    _depth(
+        "cosine_to_input",
+        "Cosine between the input of the stack and each depth. Low is what depth is for.",
+        formula="mean over positions of cos(x_0, x_l)",
+    ),
+    _depth(
+        "token_cosine",
+        "Mean cosine between different tokens of a sequence. At 1 all tokens are one vector: alert over 0.999.",
+        formula="(‖sum_t u_t‖² - T) / (T (T - 1)) for unit vectors u_t",
+        source="arXiv 2103.03404",
+        limits=("token_cosine",),
+        logged=True,
+        charted="linear",
+    ),
+    _depth(
+        "sample_cosine",
+        "Mean cosine between different samples of a batch. At 1 all samples are one vector.",
+        formula="as token_cosine, over the mean of each sample's positions",
+        source="arXiv 1611.01232",
+    ),
+    _depth(
+        "branch_share",
+        "Size of a block's change beside what it was given.",
+        formula="b / (b + r), b = ‖x_l - x_{l-1}‖, r = ‖x_{l-1}‖",
+        rows="blocks",
+        bounds=None,
+    ),
+)
+
+DIRECTIONS = (
+    Metric(
+        "effective_rank",
+        "How many directions the tokens of a sequence use. At 1 they are one vector.",
+        formula="exp(-sum p log p), p = singular values / their sum",
+        unit="directions",
+        source="arXiv 2210.02885",
+        view="Depth",
+        scale="log",
+        ranks="first",
+    ),
+    Metric(
+        "cosine_matrix",
+        "Cosine of each pair of depths.",
+        formula="mean over positions of cos(x_i, x_j)",
+        view="Depth",
+        shape="matrix",
+        ranks="first",
+    ),
+)
+
+ALIGNMENT = (
+    Metric(
+        "branch_alignment",
+        "Mean diagonal of the branch's Jacobian, estimated.",
+        formula="vᵀ(dy/dx)v / vᵀv - 1, v of random signs",
+        view="Depth",
+        rows="blocks",
+        ranks="first",
+    ),
+)
+
+_units = partial(Metric, view="Depth", rows="modules", bounds=SHARE)
+
+UNITS = (
+    _units("dead_fraction", "Share of units that are off for the whole batch.", healthy="under 0.1", logged=True),
+    _units(
+        "dead_lasting",
+        "Share of units off at each of the last 32 positions or more.",
+        healthy="under 0.4; alert over 0.7",
+    ),
+    _units(
+        "saturation",
+        "Share of values in the flat tails of tanh or sigmoid.",
+        formula="share of |z| > 2.5 (tanh) or > 5 (sigmoid)",
+        healthy="under 0.5",
+    ),
+)
+
+OUTPUTS = (
+    Metric(
+        "output_spread",
+        "Share of the output that differs between samples. Near 0 the model answers the same to everything.",
+        formula="1 - ‖mean over samples‖² / mean over samples of ‖output‖²",
+        view="Depth",
+        scale="log",
+        rows="model",
+    ),
+    Metric(
+        "output_width",
+        "Values the model answers with for each thing it is asked (classes, words).",
+        view="Depth",
+    ),
+)
+
+BATCH_NORM = (
+    Metric(
+        "norm_gap",
+        "Distance of BatchNorm's running statistics from those of the batches.",
+        formula="median over channels of |running mean - m| / s + |ln(running s / s)|",
+        healthy="under 1 after 100 updates",
+        view="Depth",
+        rows="modules",
+        ranks="first",
+    ),
+)
+
+_routing = partial(Metric, view="Routing", rows="modules")
+
+ROUTING = (
+    _routing(
+        "route_entropy",
+        "How undecided a router is, in units of log(experts). 1: all equal.",
+        formula="mean over tokens of the entropy of the probabilities / log E",
+        bounds=SHARE,
+    ),
+    _routing(
+        "route_max_violation",
+        "Tokens of the fullest expert over the mean, less 1.",
+        formula="largest load / mean load - 1",
+        healthy="under 1; alert over 3",
+        source="arXiv 2408.15664",
+        limits=("expert_violation",),
+        opens=True,
+    ),
+    _routing(
+        "route_dead",
+        "Share of experts without a token.",
+        healthy="0; alert over 0.5",
+        bounds=SHARE,
+        limits=("expert_dead",),
+    ),
+    _routing(
+        "route_load",
+        "Tokens an expert gets in a step, mean. Under 4 the others say little.",
+        formula="tokens K / E",
+        unit="tokens",
+        scale="log",
+    ),
+)
+
+SOLVERS = (
+    _routing("solver_nfe", "Function evaluations a forward.", healthy="steady; alert at 4 times its start"),
+    _routing("solver_nfe_backward", "Function evaluations a backward (adjoint method)."),
+    _routing(
+        "solver_residual",
+        "How far the solution is from a fixed point.",
+        formula="|f(z) - z| / |f(z)|",
+        healthy="about 0.001; alert over 0.01",
+        scale="log",
+        limits=("solver_residual",),
+    ),
+    _routing("jacobian_radius", "Spectral radius of the iterated map.", healthy="under 1"),
+)
+
+_gate = partial(Metric, view="Gates", rows="sites")
+_mix = partial(Metric, view="Mixing", rows="sites")
+
+GATES = (
+    _gate(
+        "gate_mean",
+        "Mean gate t by depth (band 5 to 95 %): the weight of the branch at each site.",
+        formula="mean of t = sigmoid(z)",
+        band=("gate_p05", "gate_p95"),
+        bounds=SHARE,
+        fitted=True,
+        logged=True,
+        opens=True,
+    ),
+    _gate("gate_p05", "The 5 % quantile of gate.", bounds=SHARE, fitted=True),
+    _gate("gate_p95", "The 95 % quantile of gate.", bounds=SHARE, fitted=True),
+    _gate("gate_std", "Spread of the gate within a site."),
+    _gate(
+        "gate_saturation",
+        "Share of gate values that are stuck open or shut.",
+        formula="share of |z| > 5",
+        healthy="under 0.5",
+        bounds=SHARE,
+    ),
+)
+
+SITES = (
+    Metric(
+        "shortcut_product",
+        "What the carry path alone keeps from here to the end.",
+        formula="product of the carry's factors from site k on",
+        healthy="about 1",
+        source="arXiv 2601.19895, eq. 14-19",
+        view="Gradient",
+        scale="log",
+        rows="sites",
+    ),
+    _gate("alpha", "Constant weight of the carry.", source="arXiv 2601.19895, 2203.00555"),
+    _gate(
+        "connection_grad_norm",
+        "Gradient of a connection's own parameters.",
+        unit="loss / weight",
+        healthy="above 0 after some steps",
+        scale="log",
+        rows="modules",
+    ),
+    _gate(
+        "connection_grad_norm_generators",
+        "The same for what generates dynamic coefficients.",
+        unit="loss / weight",
+        scale="log",
+        rows="modules",
+    ),
+    _mix(
+        "mix_gain_backward",
+        "Composite gain of the mixing from here to the end.",
+        formula="largest |column sum| of H_{K-1} ... H_k",
+        healthy="about 1",
+        source="arXiv 2512.24880",
+        scale="log",
+        opens=True,
+    ),
+    _mix(
+        "mix_gain_forward",
+        "Composite gain of the mixing from the start to here.",
+        formula="largest |row sum| of H_k ... H_0",
+        healthy="about 1",
+        source="arXiv 2512.24880",
+        scale="log",
+    ),
+    _mix("mix_gain_backward_norm", "The backward gain with absolute values: a true norm.", scale="log"),
+    _mix("mix_gain_forward_norm", "The forward gain with absolute values: a true norm.", scale="log"),
+    _mix("mix_colsum_min", "Least column sum of the composite mixing: near 0 a stream is lost."),
+    _mix(
+        "mix_identity_distance",
+        "Distance of the mixing from the identity. At 0 throughout it is not learned.",
+        formula="‖H_k - I‖_F",
+        source="arXiv 2606.03483",
+    ),
+    _mix("mix_matrix", "How the streams are mixed at each site.", formula="H_k", shape="stack"),
+    _mix(
+        "stream_cosine",
+        "Cosine between streams. At 1 throughout, one stream is paid for several times.",
+        bounds=COSINE,
+    ),
+    _mix("branch_weight", "Weight with which a branch is written to the streams."),
+)
+
+_parameter = partial(Metric, view="Parameters", rows="parameters")
+
+PARAMETERS = (
+    _parameter(
+        "update_ratio",
+        "How far one step moves each parameter. Rule of thumb: about 0.001.",
+        formula="‖Δw‖ / ‖w‖",
+        scale="log",
+        of_gradient=True,
+        logged=True,
+        charted="linear",
+        opens=True,
+    ),
+    _parameter(
+        "param_grad_norm",
+        "Gradient the optimizer consumes. Grey: none arrived.",
+        formula="‖dL/dw‖ after clipping",
+        unit="loss / weight",
+        scale="log",
+        of_gradient=True,
+        logged=True,
+    ),
+    _parameter(
+        "param_grad_norm_raw",
+        "Gradient as backward left it, before clipping.",
+        formula="‖dL/dw‖ before clipping",
+        unit="loss / weight",
+        scale="log",
+        of_gradient=True,
+    ),
+    _parameter("param_norm", "Norm of each parameter.", formula="‖w‖", unit="weight", scale="log"),
+    _parameter(
+        "param_unchanged",
+        "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded away.",
+        bounds=SHARE,
+        of_gradient=True,
+    ),
+    _parameter(
+        "clip_ratio",
+        "Gradient norm after clipping over before. 1: not clipped.",
+        formula="sqrt(sum param_grad_norm²) / sqrt(sum param_grad_norm_raw²)",
+        scale="log",
+        rows="model",
+        of_gradient=True,
+        logged=True,
+    ),
+    _parameter(
+        "grad_carried",
+        "What .grad held of earlier steps, over what this step used.",
+        healthy="0 (zero_grad was called)",
+        rows="model",
+        of_gradient=True,
+    ),
+    _parameter(
+        "weight_spread",
+        "Relative spread between the rows (units) of a matrix. At 0 all units are one. Grey: zeros or frozen.",
+        formula="sqrt(mean over columns of the variance over rows / mean square)",
+        scale="log",
+        ranks="whole",
+    ),
+    _parameter("param_lr", "Learning rate of the group that holds the parameter. Grey: none.", scale="log"),
+    _parameter("param_trainable", "1 where the parameter asks for a gradient.", bounds=SHARE),
+    _parameter("param_optimized", "1 where an optimizer holds the parameter.", bounds=SHARE),
+    _parameter("param_is_norm", "1 where the parameter belongs to a normalisation layer."),
+    _parameter("param_epsilon", "Machine epsilon of the parameter's numbers.", scale="log"),
+)
+
+RUN = (
+    Metric(
+        "rank_gap",
+        "How far ranks differ in a replicated parameter's norm.",
+        formula="(max - min) / max over ranks of ‖w‖",
+        healthy="0",
+        view="Parameters",
+        scale="log",
+    ),
+    Metric("loss_scale", "Scale of the GradScaler in this step's backward.", view="Finiteness", scale="log"),
+    _count(
+        "canary",
+        "Count of inf and NaN at the ends of the model, looked at on every step.",
+        healthy="0",
+        rows="model",
+    ),
+    Metric("step_losses", "", unit="loss", drawn=False),
+)
+
+BUILT_IN = {
+    metric.name: metric
+    for group in (
+        GRADIENT_FLOW,
+        COSINES,
+        DIRECTIONS,
+        ALIGNMENT,
+        UNITS,
+        OUTPUTS,
+        BATCH_NORM,
+        ROUTING,
+        SOLVERS,
+        GATES,
+        SITES,
+        PARAMETERS,
+        RUN,
+    )
+    for metric in group
+}
