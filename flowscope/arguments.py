@@ -58,11 +58,15 @@ def folder(log_dir: Any) -> str | Path | None:
     )
 
 
+def listed(given: Any) -> list[Any]:
+    """Return what may be given alone, in an iterable or not at all (`on_alert`, `stop_on`) as a list."""
+    several = isinstance(given, Iterable) and not callable(given) and not isinstance(given, str)
+    return list(given) if several else [] if given is None else [given]
+
+
 def alert_callbacks(on_alert: Any) -> list[AlertCallback]:
     """Return `on_alert` as a list of callables."""
-    if on_alert is None:
-        return []
-    given = list(on_alert) if isinstance(on_alert, (list, tuple)) else [on_alert]
+    given = listed(on_alert)
     for callback in given:
         if not callable(callback):
             raise FlowscopeError(

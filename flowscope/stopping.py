@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flowscope.arguments import alert_callbacks, listed
 from flowscope.errors import StopTraining
 from flowscope.records import Alert, Event
 
@@ -54,11 +55,6 @@ class _Translated:
         return getattr(self._action, name)
 
 
-def listed(given: Any) -> list[Any]:
-    """What may be given alone, in an iterable or not at all (`on_alert`, `stop_on`), as a list."""
-    return [given] if callable(given) or isinstance(given, str) else list(given or ())
-
-
 def with_stop(
     options: Mapping[str, Any],
     stop: Callable[[Alert], object],
@@ -75,6 +71,6 @@ def with_stop(
     """
     return {
         **options,
-        "on_alert": [_Translated(action, stop) for action in listed(on_alert)],
+        "on_alert": [_Translated(action, stop) for action in alert_callbacks(on_alert)],
         "sinks": [*options.get("sinks", ()), StopSink(listed(stop_on), stop)],
     }

@@ -6,17 +6,15 @@ trainer = transformers.Trainer(model, args, callbacks=[FlowscopeCallback(log_dir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import flowscope
 from flowscope.errors import FlowscopeError
+from flowscope.integrations.trainer import TrainerWatch
 from flowscope.model_loss import ModelLoss
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, listed, with_stop
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,7 +26,7 @@ except ImportError as error:
     ) from error
 
 
-class FlowscopeCallback(TrainerCallback, ExportableState):
+class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     """Watches the model that `Trainer.train` trains; pass it as `Trainer(callbacks=[...])`.
 
     The loss is the model's own (`output.loss`), so one that is NaN is seen although `logging_nan_inf_filter` keeps it
@@ -51,26 +49,12 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
         scope: the `flowscope.Scope` of the current training, or of the last one; None before.
     """
 
-    def __init__(
-        self,
-        mode: str | None = None,
-        log_dir: str | Path | None = None,
-        every: int | Callable[[int], bool] = 10,
-        on_alert: AlertAction | Iterable[AlertAction] | None = None,
-        stop_on: str | Iterable[str] | None = None,
-        **watch_options: Any,
-    ) -> None:
-        self.scope: flowscope.Scope | None = None
-        self._mode = mode
-        self._options = {"log_dir": log_dir, "every": every, **watch_options}
-        self._on_alert, self._stop_on = listed(on_alert), listed(stop_on)
-        self._stop_asked = False
-        self._loss: ModelLoss | None = None
+    _stop_asked = False
+    _loss: ModelLoss | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wrap, if asked to."""
-        if self._mode is not None and not flowscope.is_wrapped(kwargs["model"]):
-            flowscope.wrap(kwargs["model"], mode=self._mode)
+        self._wrap(kwargs["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -86,19 +70,16 @@ class FlowscopeCallback(TrainerCallback, ExportableState):
         self.close()
         self._stop_asked = False
         inner = getattr(optimizer, "optimizer", optimizer)
-        options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
-        self.scope = flowscope.watch(
-            model,
-            inner if isinstance(inner, torch.optim.Optimizer) else None,
-            **with_stop(options, self._ask_stop, self._on_alert, self._stop_on),
-        )
+        known = inner if isinstance(inner, torch.optim.Optimizer) else None
+        scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
+        scope = self._watch(model, known, self._ask_stop, scaler=scaler)
         self._loss = ModelLoss(model)
         # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours
         callbacks: Any = state.stateful_callbacks
         saved = callbacks.setdefault(type(self).__name__, self.state())
         saved = saved[0] if isinstance(saved, list) else saved
         if state.global_step > 0 and (restored := saved["attributes"].get("restored")):
-            self.scope.load_state_dict(restored)
+            scope.load_state_dict(restored)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

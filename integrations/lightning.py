@@ -5,16 +5,15 @@ trainer = lightning.pytorch.Trainer(callbacks=[FlowscopeCallback(on_alert=print,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import flowscope
 from flowscope.errors import FlowscopeError
+from flowscope.integrations.trainer import TrainerWatch
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, listed, with_stop
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +24,7 @@ except ImportError as error:
     ) from error
 
 
-class FlowscopeCallback(Callback):
+class FlowscopeCallback(TrainerWatch, Callback):
     """Watches the module that `Trainer.fit` trains.
 
     Hooks are attached in `on_fit_start`: the first moment at which parameters are on their device, sharded, and in an
@@ -47,28 +46,13 @@ class FlowscopeCallback(Callback):
         scope: the `flowscope.Scope` of the current fit, or of the last one; None before.
     """
 
-    def __init__(
-        self,
-        mode: str | None = None,
-        log_dir: str | Path | None = None,
-        every: int | Callable[[int], bool] = 10,
-        on_alert: AlertAction | Iterable[AlertAction] | None = None,
-        stop_on: str | Iterable[str] | None = None,
-        **watch_options: Any,
-    ) -> None:
-        self.scope: flowscope.Scope | None = None
-        self._mode = mode
-        self._log_dir = log_dir
-        self._every = every
-        self._on_alert, self._stop_on = listed(on_alert), listed(stop_on)
-        self._watch_options = watch_options
-        self._restored: dict[str, Any] = {}
-        self._loss_comes_early = False
+    _restored: dict[str, Any] | None = None
+    _loss_comes_early = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap, if asked to; for every stage, since a checkpoint of the wrapped module needs the wrapped module."""
-        if self._mode is not None and not flowscope.is_wrapped(pl_module):
-            flowscope.wrap(pl_module, mode=self._mode, example_inputs=pl_module.example_input_array)
+        if self._mode is not None:
+            self._wrap(pl_module, example_inputs=pl_module.example_input_array)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach."""
@@ -80,17 +64,11 @@ class FlowscopeCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # a scaler has multiplied the loss before `on_before_backward`
         self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
-        options = {"scaler": scaler, **self._watch_options}
-        self.scope = flowscope.watch(
-            pl_module,
-            trainer.optimizers or None,
-            log_dir=self._find_log_dir(trainer),
-            every=self._every,
-            **with_stop(options, stop, self._on_alert, self._stop_on),
-        )
+        options = {"scaler": self._options.get("scaler", scaler), "log_dir": self._find_log_dir(trainer)}
+        scope = self._watch(pl_module, trainer.optimizers or None, stop, **options)
         if self._restored:
-            self.scope.load_state_dict(self._restored)
-            self._restored = {}
+            scope.load_state_dict(self._restored)
+            self._restored = None
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
@@ -117,7 +95,7 @@ class FlowscopeCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The scope's state (step count, baselines, standing alerts), saved in the trainer's checkpoints."""
-        return self._restored if self.scope is None else self.scope.state_dict()
+        return self._restored or {} if self.scope is None else self.scope.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until the scope exists: checkpoints are read before `on_fit_start`."""
@@ -130,8 +108,9 @@ class FlowscopeCallback(Callback):
             self.scope.step(loss=loss.detach() * scale)
 
     def _find_log_dir(self, trainer: Trainer) -> str | Path | None:
-        if self._log_dir is not None:
-            return self._log_dir
+        given: str | Path | None = self._options["log_dir"]
+        if given is not None:
+            return given
         loggers = sorted(trainer.loggers, key=lambda logger: not isinstance(logger, TensorBoardLogger))
         folders = [folder for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
         # each rank's logger may name its own version: the first rank's counts

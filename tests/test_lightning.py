@@ -120,6 +120,15 @@ def test_training_is_unchanged() -> None:
         assert torch.equal(a, b), name
 
 
+def test_a_callback_takes_alerts_as_watch_does() -> None:
+    with pytest.raises(flowscope.FlowscopeError, match=r"on_alert=.*got int \(3\)"):
+        FlowscopeCallback(on_alert=3)  # type: ignore[arg-type]
+    watcher = FlowscopeCallback(every=1, on_alert=(action for action in [print]))
+    make_trainer(watcher).fit(make_model(), data())
+    assert watcher.scope is not None
+    assert len(watcher.scope.records) > 0
+
+
 def test_accumulated_micro_batches_are_one_step() -> None:
     watcher, model = FlowscopeCallback(every=1), make_model()
     make_trainer(watcher, accumulate_grad_batches=2).fit(model, data())

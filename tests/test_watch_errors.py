@@ -46,6 +46,8 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "flows no list": ({"flows": 3}, ("flows=", "int", "3", "paths")),
     "callback": ({"on_alert": "print"}, ("on_alert", "'print'", "callable", "on_alert=print")),
     "one callback of two": ({"on_alert": [print, 3]}, ("on_alert", "int", "callable")),
+    "one callback of several, made on the way": ({"on_alert": iter([print, 3])}, ("on_alert", "int", "callable")),
+    "callback of another kind": ({"on_alert": 3}, ("on_alert", "int", "callable", "on_alert=print")),
     "optimizer": ({"optimizer": "sgd"}, ("optimizer", "str", "torch.optim.Optimizer", "scope.step()")),
     "optimizer class": ({"optimizer": torch.optim.SGD}, ("optimizer", "torch.optim.Optimizer")),
     "one optimizer of two": ({"optimizer": [OPTIMIZER, 3]}, ("optimizer", "int", "list of them")),
