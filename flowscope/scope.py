@@ -264,7 +264,7 @@ class Scope:
     @property
     def forwards(self) -> int:
         """How many forward passes in training the model has begun."""
-        return 0 if self._closed else self._observation.forwards
+        return 0 if self._closed else self._observation.passes.forwards
 
     def give_loss(self, loss: Tensor) -> None:
         """A loss of the step under way, for launchers that see the backward itself; never ends a step."""

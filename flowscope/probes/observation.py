@@ -27,7 +27,8 @@ from flowscope.probes.hooks import Hooks
 from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.parameters import ParameterObserver
-from flowscope.probes.raw_gradients import RawGradients, spread
+from flowscope.probes.passes import Before, Passes
+from flowscope.probes.raw_gradients import RawGradients
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
@@ -55,7 +56,6 @@ class Observation:
         self.switch = hooks.switch
         self.canary = Canary()
         self.buffer = DepositBuffer(COLUMNS)
-        self.forwards = 0
         self.flows: list[FlowObserver] = []
         self.times: list[TimeObserver] = []
         self.trajectories: list[TrajectoryObserver] = []
@@ -70,13 +70,8 @@ class Observation:
         """Called when a training forward of the root begins."""
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
-        self._forwards_at_begin = 0
         self._warned: set[str] = set()
-        self._missed = self._resuming = False
-        self._fills_grad = False
-        """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
-        self._undecided = True
-        """No step has shown yet whether it does."""
+        self.passes = Passes(model, self.switch, self.parameters.raw if self.parameters is not None else None)
         self._aside: list[Tensor] = []
         """What passes of the first step deposited that left no gradient: inner ones of an attack or of a meta-learner,
         or parts of a step that never fills `.grad`."""
@@ -154,12 +149,11 @@ class Observation:
             for site in self.sites:
                 site.in_training = False
             return
-        if self.switch.paused:
-            self._missed = True
+        before = self.passes.forward_begins()
+        if before is Before.MISSED:
             return
-        self._drop_what_was_for_nothing()
+        self._heed(before)
         self.on_forward()
-        self.forwards += 1
         for flow in self.flows:
             flow.start_forward(training=True)
         if self.units is not None:
@@ -170,53 +164,23 @@ class Observation:
         for part in parts:
             part.start_forward()
 
-    def _drop_what_was_for_nothing(self) -> None:
-        """A forward begins: what backward deposited so far may belong to no step of ours."""
-        if self.switch.stale:
+    def _heed(self, before: Before) -> None:
+        if before is Before.DROP:
             self.drop()
-        elif self.forwards > self._forwards_at_begin:
-            if self._gradients_were_dropped():
-                self._discard_deposits()
-            elif self._undecided and self._holds_no_gradient():
-                self._aside += self.buffer.take()
+        elif before is Before.DISCARD:
+            self._discard_deposits()
+        elif before is Before.ASIDE:
+            self._aside += self.buffer.take()
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
-        return self.forwards + sum(flow.runs for flow in self.flows)
-
-    def forwards_of_step(self) -> int:
-        """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
-        return self.forwards - self._forwards_at_begin
+        return self.passes.forwards + sum(flow.runs for flow in self.flows)
 
     def warn_once(self, sentence: str) -> None:
         """Log a warning, unless this one was logged before."""
         if sentence not in self._warned:
             self._warned.add(sentence)
             LOGGER.warning("flowscope: %s.", sentence)
-
-    def _gradients_were_dropped(self) -> bool:
-        """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
-
-        So it is where an exception ended a step halfway and the loop went on with the next batch, and between the two
-        passes of SAM. Gradients set to zero instead of None are only looked at on the host, the small ones first.
-        """
-        fills = self._fills_grad or (self.parameters is not None and self.parameters.raw.left_any)
-        return fills and self._holds_no_gradient()
-
-    def _holds_no_gradient(self) -> bool:
-        if not self.switch.sampling or self.switch.in_closure:
-            return False
-        held_now: list[Tensor] = list(self.model.parameters())
-        if not all(p.is_leaf for p in held_now) and self.parameters is not None:
-            # weights that torch.func.functional_call has put in place for this forward
-            held_now = self.parameters.raw.watched
-        trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
-        if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
-            return False
-        held = [(i, p.grad) for i, p in enumerate(trainable) if p.grad is not None]
-        if held and not all(gradient.is_cpu and gradient.layout == torch.strided for _, gradient in held):
-            return False
-        return not any(bool(gradient.any()) for _, gradient in [*spread(held), *held])
 
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
@@ -242,15 +206,12 @@ class Observation:
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
-        self._missed = self._missed or self.forwards > self._forwards_at_begin
-        self._resuming = False
-        self.switch.paused = True
+        self.passes.pause()
         self.drop()
 
     def resume(self) -> None:
         """Observe again: at once where nothing of the step under way was missed, else from the next on."""
-        self._resuming = self._missed
-        self.switch.paused = self.switch.paused and self._missed
+        self.passes.resume()
         self.drop()
 
     def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -264,12 +225,7 @@ class Observation:
         """Turn the probes on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
             self.drop()
-        if self._resuming:
-            self.switch.paused = self._resuming = False
-        self._missed = False
-        self._forwards_at_begin = self.forwards
-        self.switch.sampling, self.switch.slow = sampling, slow and sampling
-        self.switch.stale = False
+        self.passes.begin_step(sampling=sampling, slow=slow)
         if sampling and self.parameters is not None:
             now = self.faults.guard("parameters", self.parameters.follow)
             if now is not None:
@@ -308,6 +264,7 @@ class Observation:
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Read the gradients that an optimizer (ids of its parameters), or all, will use."""
+        self.passes.gradients_used()
         if self.parameters is not None:
             self.faults.guard("parameters", self.parameters.read_gradients, only, scale)
 
@@ -338,16 +295,13 @@ class Observation:
 
     def snapshot(self, optimizers: Iterable[Any], replays: Sequence[tuple[TimeObserver, Replay]]) -> Snapshot:
         """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
-        # optimizers that step inside backward have let go of the gradients they read
-        read = self.parameters is not None and bool(self.parameters.gradients)
-        self._fills_grad = read or any(p.grad is not None for p in self.model.parameters())
-        self._undecided = False
+        self.passes.step_ended()
         return Snapshot(self, optimizers, replays)
 
     def take_rows(self) -> list[Tensor]:
         """The rows of the step that ends; they are zero from here on."""
         aside, self._aside = self._aside, []
-        return self.buffer.take() + ([] if self._fills_grad else aside)
+        return self.buffer.take() + ([] if self.passes.fills_grad else aside)
 
     def first_record(self, vectors: dict[UnitProbe, Array]) -> None:
         """After the first record: inputs that did not come from a rectifier are watched no further."""

@@ -68,7 +68,7 @@ class Snapshot:
         }
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
-        self._forwards = observation.forwards_of_step()
+        self._forwards = observation.passes.of_step()
         self._not_measured: list[int] = []
         self._wiring: tuple[Array, Array, Array] | None = None
         if observation.parameters is not None:

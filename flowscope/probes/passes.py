@@ -1,0 +1,127 @@
+"""Which passes of a model belong to the step under way: what a forward that begins means for what was deposited.
+
+Backward may have deposited for nothing: an exception ended a step halfway, SAM runs the model twice, an attack or a
+meta-learner runs it inside a step, an optimizer that is not ours stepped. It shows in the gradients that are held.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.probes.hooks import Switch
+from flowscope.probes.raw_gradients import RawGradients, spread
+
+
+class Before(Enum):
+    """What a training forward that begins says of what was deposited before it in the same step."""
+
+    COUNTS = "counts"
+    MISSED = "the forward itself is not observed: paused"
+    DROP = "belongs to a step of another optimizer"
+    DISCARD = "its gradients were thrown away"
+    ASIDE = "left no gradient, and no step has shown yet whether this loop fills `.grad`"
+
+
+class Passes:
+    """The forwards of the step under way, pausing, and whether the gradients of earlier passes are still held.
+
+    Args:
+        model: the user's.
+        switch: of the scope's hooks; set here, between steps.
+        raw: what is known of gradients at the end of backward, None where parameters are not watched.
+    """
+
+    def __init__(self, model: nn.Module, switch: Switch, raw: RawGradients | None) -> None:
+        self._model, self._switch, self._raw = model, switch, raw
+        self.forwards = 0
+        """Training forwards of the root since it was attached."""
+        self._at_begin = 0
+        self._missed = self._resuming = False
+        self.fills_grad = False
+        """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
+        self._undecided = True
+        """No step has shown yet whether it does."""
+        self._used = False
+        """An optimizer found gradients in this step (one that steps inside backward lets go of them)."""
+
+    def forward_begins(self) -> Before:
+        """A training forward of the root begins."""
+        if self._switch.paused:
+            self._missed = True
+            return Before.MISSED
+        before = self._before()
+        self.forwards += 1
+        return before
+
+    def _before(self) -> Before:
+        if self._switch.stale:
+            return Before.DROP
+        if self.of_step():
+            if self._gradients_were_dropped():
+                return Before.DISCARD
+            if self._undecided and self._holds_no_gradient():
+                return Before.ASIDE
+        return Before.COUNTS
+
+    def of_step(self) -> int:
+        """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
+        return self.forwards - self._at_begin
+
+    def begin_step(self, *, sampling: bool, slow: bool) -> None:
+        """Set the switch for the step that begins."""
+        if self._resuming:
+            self._switch.paused = self._resuming = False
+        self._missed = self._used = False
+        self._at_begin = self.forwards
+        self._switch.sampling, self._switch.slow = sampling, slow and sampling
+        self._switch.stale = False
+
+    def pause(self) -> None:
+        """Observe nothing until `resume`."""
+        self._missed = self._missed or self.of_step() > 0
+        self._resuming = False
+        self._switch.paused = True
+
+    def resume(self) -> None:
+        """Observe again: at once where nothing of the step under way was missed, else from the next on."""
+        self._resuming = self._missed
+        self._switch.paused = self._switch.paused and self._missed
+
+    def gradients_used(self) -> None:
+        """An optimizer is about to use the gradients."""
+        self._used = self._used or self._holds_any()
+
+    def step_ended(self) -> None:
+        """A sampled step has ended: it shows whether this loop fills `.grad`."""
+        self.fills_grad = self._used or self._holds_any()
+        self._undecided = False
+
+    def _holds_any(self) -> bool:
+        return any(p.grad is not None for p in self._model.parameters())
+
+    def _gradients_were_dropped(self) -> bool:
+        """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
+
+        So it is where an exception ended a step halfway and the loop went on with the next batch, and between the two
+        passes of SAM. Gradients set to zero instead of None are only looked at on the host, the small ones first.
+        """
+        fills = self.fills_grad or (self._raw is not None and self._raw.left_any)
+        return fills and self._holds_no_gradient()
+
+    def _holds_no_gradient(self) -> bool:
+        if not self._switch.sampling or self._switch.in_closure:
+            return False
+        held_now: list[Tensor] = list(self._model.parameters())
+        if not all(p.is_leaf for p in held_now) and self._raw is not None:
+            # weights that torch.func.functional_call has put in place for this forward
+            held_now = self._raw.watched
+        trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
+        if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
+            return False
+        held = [(i, p.grad) for i, p in enumerate(trainable) if p.grad is not None]
+        if held and not all(gradient.is_cpu and gradient.layout == torch.strided for _, gradient in held):
+            return False
+        return not any(bool(gradient.any()) for _, gradient in [*spread(held), *held])
