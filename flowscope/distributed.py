@@ -48,7 +48,6 @@ from flowscope.schedule import Schedule
 Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)
 MOST_LATE = 128
-OF_A_FLOW = frozenset({"grad_norm", "grad_rms", "gain", "gradient_product", "act_rms"})
 UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
 
 
@@ -406,7 +405,7 @@ def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded:
     if spec.ranks == "first" or (sharded and spec.ranks == "whole"):
         return True
     first = record.flow_names[0] if record.flow_names else None
-    return (flow or first) in local_flows and (spec.name in OF_A_FLOW or spec.name.startswith("gate_"))
+    return spec.per_flow and (flow or first) in local_flows
 
 
 def _add_losses(row: Tensor, losses: list[Any]) -> None:

@@ -7,16 +7,18 @@ Colours follow the notebook's own text colour, so light and dark themes both wor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.diagnosis import paired
-from flowscope.records import Alert, Record, RunHeader, metric_key, split_key
-from flowscope.sinks.binning import is_log_metric, log10
+from flowscope.metrics import Metric, spec_of
+from flowscope.records import Alert, Record, RunHeader, metric_key
+from flowscope.sinks.binning import log10
 
 FLOWS = 4
 ALERTS = 10
@@ -99,14 +101,20 @@ def _profiles(record: Record) -> str:
         key = metric_key("gradient_product", None if number == 0 else name)
         values = record.metrics.get(key)
         if values is not None and values.ndim == 1 and values.size:
-            parts.append(profile_svg(values, record.metric_labels.get(key, ()), key, name))
+            parts.append(profile_svg(values, record.metric_labels.get(key, ()), key, name, record.specs))
     hidden = len(parts) - FLOWS
     if not parts:
         return "<div>no gradient product in this record</div>"
     return "".join(parts[:FLOWS]) + (f"<div>and {hidden} more flows</div>" if hidden > 0 else "")
 
 
-def profile_svg(values: NDArray[np.float64], labels: Sequence[str], key: str, flow: str = "") -> str:
+def profile_svg(
+    values: NDArray[np.float64],
+    labels: Sequence[str],
+    key: str,
+    flow: str = "",
+    specs: Mapping[str, Metric] = MappingProxyType({}),
+) -> str:
     """One profile over depth, input on the left; hovering a point gives its path and value.
 
     Args:
@@ -115,11 +123,12 @@ def profile_svg(values: NDArray[np.float64], labels: Sequence[str], key: str, fl
         labels: a path per value; missing ones are numbered.
         key: the key of the metric in `Record.metrics`, which decides the scale.
         flow: the flow's name, for the caption.
+        specs: what the run says of its metrics.
 
     Returns:
         A `<figure>` with the SVG and a caption that names the least value and its place.
     """
-    log = is_log_metric(split_key(key)[0])
+    log = spec_of(key, specs).is_log
     shown = _shown(values)
     heights = log10(values) if log else values
     low, high = _range(heights, log)

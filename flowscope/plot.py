@@ -10,8 +10,8 @@
     plot.compare({"plain": run_a, "keel": run_b})           # two runs on top of each other
 
 Everything returns a `matplotlib.figure.Figure` that belongs to no window and to no pyplot state. Input is a `Run`, a
-`Scope`, a list of `Record` or one record. Norms, gains, products and ratios are drawn on a log scale. NaN (not seen) is
-a gap in a line and grey in a map. Exactly 0 is a triangle at the foot of a log axis and dark red in a map, inf likewise
+`Scope`, a list of `Record` or one record. A metric is drawn on the scale that its run gives it. NaN (not seen) is a gap
+in a line and grey in a map. Exactly 0 is a triangle at the foot of a log axis and dark red in a map, inf likewise
 at its head.
 """
 
@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
+from flowscope.metrics import Metric
 from flowscope.records import Key, Record
-from flowscope.sinks.binning import is_log_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,10 +62,16 @@ class _Series(NamedTuple):
     """One metric through a run: `values[i]` [L] is what the record of `steps[i]` says."""
 
     name: str
+    metric: str
     steps: list[int]
     values: list[NDArray[np.float64]]
     labels: list[str]
     records: list[Record]
+
+    @property
+    def spec(self) -> Metric:
+        """What the run says of the metric."""
+        return self.records[-1].spec(self.metric)
 
 
 def depth_profile(
@@ -87,7 +93,7 @@ def depth_profile(
     figure = _figure(5.5, 3.6)
     axes = figure.subplots()
     colours = _step_colours(len(chosen))
-    log = is_log_metric(metric)
+    log = series.spec.is_log
     lines = {
         f"step {series.steps[index]}": _draw_line(axes, series.values[index], colour, log=log)
         for colour, index in zip(colours, chosen, strict=True)
@@ -117,7 +123,7 @@ def heat_map(records: Source, metric: str = "gradient_product", *, flow: str | N
     series = _series(records, metric, flow, dimensions=1)
     figure = _figure(6.0, 3.8)
     axes = figure.subplots()
-    mesh = _draw_map(axes, series, log=is_log_metric(metric))
+    mesh = _draw_map(axes, series, log=series.spec.is_log)
     figure.colorbar(mesh, ax=axes, label=metric)
     _text(axes.set_title, series.name)
     _text(axes.set_ylabel, _depth_words(series))
@@ -296,6 +302,7 @@ def _series(source: Source, metric: str, flow: str | None, dimensions: int) -> _
             )
     return _Series(
         metric if flow is None else f"{metric} of {flow}",
+        metric,
         [r.step for r in found],
         values,
         found[-1].labels(metric, flow),
@@ -319,11 +326,8 @@ def _chosen(series: _Series, steps: Sequence[int] | None) -> list[int]:
 
 
 def _band(record: Record, metric: str, flow: str | None) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    keys: list[Key] = []
-    for end in ("p05", "p95"):
-        name = f"{metric.removesuffix('_mean')}_{end}"
-        keys.append(name if flow is None else (name, flow))
-    return (record[keys[0]], record[keys[1]]) if all(key in record for key in keys) else None
+    keys: list[Key] = [name if flow is None else (name, flow) for name in record.spec(metric).band or ()]
+    return (record[keys[0]], record[keys[1]]) if keys and all(key in record for key in keys) else None
 
 
 def _depth_words(series: _Series) -> str:
@@ -374,7 +378,7 @@ def _colour_map() -> Any:
 
 def _draw_runs(axes: Axes, series: Mapping[str, _Series], metric: str) -> None:
     """The last profile of each run and, dashed, its first; runs of other depth at the same fraction of their own."""
-    log, lines = is_log_metric(metric), {}
+    log, lines = all(one.spec.is_log for one in series.values()), {}
     relative = len({len(one.values[-1]) for one in series.values()}) > 1
     for (name, one), colour in zip(series.items(), cycle(COLOURS), strict=False):
         if len(one.values) > 1:

@@ -75,13 +75,12 @@ GRADIENT_FLOW = (
     _count("backward_calls", "Gradients that arrived in the step."),
     _count("forward_calls", "Forward calls in the step."),
     _count("tracked_calls", "Forward calls whose output asked for a gradient."),
-    Metric(
+    _gradient(
         "group_grad_norm",
         "Gradient of each layer's new features over all their uses (features are concatenated).",
         formula="‖dL/dF_l‖",
         unit="loss / activation",
-        view="Gradient",
-        scale="log",
+        times_loss_scale=True,
     ),
     Metric("width", "Number of new features of each layer.", unit="features", view="Depth"),
 )
@@ -192,6 +191,7 @@ OUTPUTS = (
         "output_width",
         "Values the model answers with for each thing it is asked (classes, words).",
         view="Depth",
+        rows="model",
     ),
 )
 
@@ -299,14 +299,14 @@ SITES = (
         unit="loss / weight",
         healthy="above 0 after some steps",
         scale="log",
-        rows="modules",
+        of_gradient=True,
     ),
     _gate(
         "connection_grad_norm_generators",
         "The same for what generates dynamic coefficients.",
         unit="loss / weight",
         scale="log",
-        rows="modules",
+        of_gradient=True,
     ),
     _mix(
         "mix_gain_backward",
@@ -406,7 +406,7 @@ PARAMETERS = (
     _parameter("param_lr", "Learning rate of the group that holds the parameter. Grey: none.", scale="log"),
     _parameter("param_trainable", "1 where the parameter asks for a gradient.", bounds=SHARE),
     _parameter("param_optimized", "1 where an optimizer holds the parameter.", bounds=SHARE),
-    _parameter("param_is_norm", "1 where the parameter belongs to a normalisation layer."),
+    _parameter("param_is_norm", "1 where the parameter belongs to a normalisation layer.", bounds=SHARE),
     _parameter("param_epsilon", "Machine epsilon of the parameter's numbers.", scale="log"),
 )
 
@@ -418,15 +418,18 @@ RUN = (
         healthy="0",
         view="Parameters",
         scale="log",
+        rows="parameters",
     ),
-    Metric("loss_scale", "Scale of the GradScaler in this step's backward.", view="Finiteness", scale="log"),
+    Metric(
+        "loss_scale", "Scale of the GradScaler in this step's backward.", view="Finiteness", scale="log", rows="model"
+    ),
     _count(
         "canary",
         "Count of inf and NaN at the ends of the model, looked at on every step.",
         healthy="0",
         rows="model",
     ),
-    Metric("step_losses", "", unit="loss", drawn=False),
+    Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )
 
 BUILT_IN = {

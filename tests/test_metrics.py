@@ -18,7 +18,6 @@ from flowscope.panels.report import report_payload
 from flowscope.probes import snapshot
 from flowscope.records import Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, reduction
-from flowscope.sinks.binning import is_log_metric
 from flowscope.specs import BUILT_IN
 
 
@@ -53,8 +52,7 @@ def answers(name: str) -> dict[str, object]:
         "view": presented.view,
         "words": presented.says,
         "shape": presented.shape,
-        "tab": presented.scale,
-        "text": "log" if is_log_metric(name) else "linear",
+        "scale": presented.scale,
         "band": list(presented.band) if presented.band else None,
         "bounds": list(presented.bounds) if presented.bounds else None,
         "fitted": presented.fitted,

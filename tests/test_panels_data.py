@@ -191,13 +191,12 @@ def test_every_kind_of_alert_has_a_picture() -> None:
     assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(BUILT_IN)
 
 
-def test_scales_of_metrics_agree_with_the_images_of_plain_tensorboard() -> None:
-    from flowscope.sinks.binning import is_log_metric
-
-    assert spec_of("gradient_product", {}).scale == "log"
-    assert spec_of("cosine_p05", {}).scale == "linear"
-    for name in ("my_norm", "my_share", "some_ratio"):
-        assert (spec_of(name, {}).scale == "log") is is_log_metric(name)
+def test_which_metrics_are_logarithmic() -> None:
+    logarithmic = ("gradient_product", "gain", "act_rms", "param_grad_norm", "update_ratio", "effective_rank")
+    assert all(spec_of(name, {}).is_log for name in logarithmic)
+    assert not any(spec_of(name, {}).is_log for name in ("cosine", "cosine_p05", "dead_fraction", "norm_gap"))
+    # a metric that nobody described goes by its name
+    assert [spec_of(name, {}).scale for name in ("my_norm", "my_share", "some_ratio")] == ["log", "linear", "log"]
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

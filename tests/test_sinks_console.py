@@ -14,7 +14,7 @@ import pytest
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import ConsoleSink, depth_profile_text, sparkline
-from flowscope.sinks.binning import bin_means, is_log_metric, log10
+from flowscope.sinks.binning import bin_means, log10
 from flowscope.sinks.console import is_terminal, record_line
 
 
@@ -70,11 +70,6 @@ def test_bin_means_against_array_split() -> None:
 def test_log10_has_no_warnings() -> None:
     got = log10([[100.0, 0.0], [-1.0, np.nan]])
     np.testing.assert_array_equal(got, [[2.0, -np.inf], [np.nan, np.nan]])
-
-
-def test_which_metrics_are_logarithmic() -> None:
-    assert all(map(is_log_metric, ("gradient_product", "gain", "act_rms", "param_grad_norm", "update_ratio")))
-    assert not any(map(is_log_metric, ("cosine", "token_cosine", "dead_fraction", "gate_mean", "effective_rank")))
 
 
 def test_a_record_is_one_line() -> None:

@@ -8,14 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# names of metrics whose size matters by its order of magnitude end in one of these words
-_BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
-
-
-def is_log_metric(metric: str) -> bool:
-    """Whether a metric is drawn on a log scale (norms, gains, products, ratios) or a linear one (cosines, shares)."""
-    return bool(_BY_MAGNITUDE & set(metric.split("_")))
-
 
 def log10(values: ArrayLike) -> NDArray[np.float64]:
     """Log10 without warnings: 0 gives -inf, negative numbers and NaN give NaN; any shape."""

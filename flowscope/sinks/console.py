@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
-from flowscope.sinks.binning import bin_means, is_log_metric, log10
+from flowscope.sinks.binning import bin_means, log10
 
 WIDTH = 40
 ROWS = 14
@@ -197,7 +197,7 @@ def depth_profile_text(
 
     Args:
         records: name of the run -> a record of it; all share one scale.
-        metric: a metric with one value a point or block; norms, gains, products and ratios are drawn on a log scale.
+        metric: a metric with one value a point or block; its own scale is that of all.
         rows: at most so many rows, evenly spaced from the input to the output (both included).
         ascii_only: use `#` for bars.
 
@@ -211,7 +211,7 @@ def depth_profile_text(
     profiles = {name: _profile(name, record, metric) for name, record in records.items()}
     if not profiles:
         raise FlowscopeError("depth_profile_text: got no records, expected {'name of a run': record, ...}.")
-    log = is_log_metric(metric)
+    log = all(record.spec(metric).is_log for record in records.values())
     deepest = max(len(profile) for profile in profiles.values())
     shown = np.unique(np.linspace(0, deepest - 1, min(rows, deepest)).round().astype(int))
     fractions = shown / max(1, deepest - 1)
