@@ -12,6 +12,7 @@ from torch import nn
 from wrap_models import B, D, T
 
 from flowscope.discovery.sites import find_sites
+from flowscope.discovery.tracing import trace_block
 from flowscope.errors import FlowscopeError
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -255,3 +256,19 @@ def test_replaced_forward_is_named() -> None:
     model.blocks[1].forward = model.blocks[1].forward
     plan = find_sites(model, models.hidden_states())
     assert plan.refused == (("blocks.1", "its forward was replaced on the instance"),)
+
+
+def test_an_argument_given_twice_is_no_operation() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(D, D)
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            self.proj(key)
+            return query + (query * 0.5 + memory)  # no weights on either way
+
+    x, memory = torch.ones(B, T, D), torch.ones(B, T, D)
+    block = Mixes()
+    assert trace_block(block, block.forward, (x, x, memory), {})[1].sites == ()
+    assert trace_block(block, block.forward, (x, x.clone(), memory), {})[1].sites == ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,40 @@ def is_feature_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
+class Ancestry:
+    """From which operations each tensor came: a set of nodes is one integer, a bit a node; the first are the inputs.
+
+    Attributes:
+        count: how many nodes there are.
+        parametrised: those that read a parameter.
+        normalising: those of a normalisation.
+    """
+
+    def __init__(self, inputs: Collection[Tensor]) -> None:
+        self.alive = {id(x): x for x in inputs}  # a freed tensor's id would be given again
+        self.sets = {id(x): 1 << node for node, x in enumerate(inputs)}
+        self.origins: dict[int, int] = {}  # the id of what a cast or copy was made from
+        self.count = len(inputs)
+        self.parametrised = self.normalising = 0
+
+    def of(self, tensor: Any) -> int:
+        """Return the nodes a tensor came from; 0 where it came from no input and no operation."""
+        return self.sets.get(id(tensor), 0)
+
+    def origin_of(self, tensor: Tensor) -> int:
+        """Return the id of a tensor, or of what it is a cast or copy of."""
+        return self.origins.get(id(tensor), id(tensor))
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep tensors alive."""
+        self.alive.update({id(x): x for x in tensors})
+
+    def remember(self, tensor: Tensor, nodes: int, inputs: Iterable[Tensor]) -> None:
+        """Set what a tensor came from and keep it and the inputs alive."""
+        self.sets[id(tensor)] = nodes
+        self.keep((*inputs, tensor))
+
+
 class BlockTrace(TorchFunctionMode):
     """Records the operations of one call of `block`; `read` turns them into a `TracedBlock`."""
 
@@ -108,19 +142,14 @@ class BlockTrace(TorchFunctionMode):
         super().__init__()
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.arguments: dict[int | str, Tensor] = {key: x for key, x in given.items() if is_feature_tensor(x)}
-        self.ancestors = {id(x): 1 << node for node, x in enumerate(self.arguments.values())}
-        self.count = len(self.ancestors)
-        self.parametrised = 0
-        self.normalising = 0
+        self.nodes = Ancestry(self.arguments.values())
         self.last_hit = 0
-        self.origin: dict[int, int] = {}  # the id of what a cast or copy was made from
         self.adds: list[Add] = []
-        self.joined: dict[str, int] = {}
+        self.joined: set[str] = set()
         self.passages: dict[int, list[Passage]] = {}
         self.operations: Counter[tuple[str, ...]] = Counter()
         self.modules: list[str] = []
         self.norm_depth = 0
-        self.alive = {id(x): x for x in self.arguments.values()}  # a freed tensor's id would be given again
         self.parameters = {id(p) for p in block.parameters()}
         self.handles = [
             handle
@@ -145,7 +174,7 @@ class BlockTrace(TorchFunctionMode):
         outputs = list(flatten(output))
         self.modules.pop()
         self.norm_depth -= is_norm(module)
-        self.alive.update({id(x): x for x in (*inputs, *outputs)})
+        self.nodes.keep((*inputs, *outputs))
         passage = Passage(name, tuple(self.modules), frozenset(map(id, inputs)), is_norm(module))
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, Tensor):
@@ -153,9 +182,9 @@ class BlockTrace(TorchFunctionMode):
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, nodes = kwargs or {}, self.nodes
         inputs = list(flatten((args, kwargs)))
-        masks = [self.ancestors.get(id(x), 0) for x in inputs]
+        masks = [nodes.of(x) for x in inputs]
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         outputs = list(flatten(output))
@@ -164,45 +193,38 @@ class BlockTrace(TorchFunctionMode):
         if "dropout" in name and output is inputs[0] and not kwargs.get("inplace"):
             return self.alias(output)  # in evaluation it is its input: told apart as above
         if func in CASTS and output is not inputs[0]:
-            self.origin[id(output)] = self.origin_of(inputs[0])
+            nodes.origins[id(output)] = nodes.origin_of(inputs[0])
         if func in CASTS:
-            self.remember(output, masks[0], inputs)
+            nodes.remember(output, masks[0], inputs)
             return output
         self.operations[tuple(self.modules)] += 1
-        bit = 1 << self.count
+        bit = 1 << nodes.count
         if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
             self.note_add(func, args[0], args[1], masks, output)
         elif name in JOINS or ("add" in name and "norm" in name):
-            self.joined.setdefault(name, bit)
-        self.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
-        self.normalising |= bit if self.norm_depth or "norm" in name else 0
+            self.joined.add(name)
+        nodes.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
+        nodes.normalising |= bit if self.norm_depth or "norm" in name else 0
         mask = functools.reduce(operator.or_, masks, bit)
         for x in outputs:
-            self.remember(x, mask, inputs)
-        self.count += 1
+            nodes.remember(x, mask, inputs)
+        nodes.count += 1
         return output
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return another object for the same tensor, at the same node."""
         other = tensor.view_as(tensor)
-        self.remember(other, self.ancestors.get(id(tensor), 0), [tensor])
+        self.nodes.remember(other, self.nodes.of(tensor), [tensor])
         return other
-
-    def origin_of(self, tensor: Tensor) -> int:
-        """Return the id of a tensor, or of what it is a cast or copy of."""
-        return self.origin.get(id(tensor), id(tensor))
-
-    def remember(self, tensor: Tensor, mask: int, inputs: list[Tensor]) -> None:
-        """Set a tensor's ancestors and keep it and the inputs alive."""
-        self.ancestors[id(tensor)] = mask
-        self.alive.update({id(x): x for x in (*inputs, tensor)})
 
     def note_add(self, func: Any, a: Tensor, b: Tensor, masks: list[int], result: Tensor) -> None:
         """Record an add with its kind."""
         left, right = masks[:2]
         carry, kind = self.kind(a, b, left, right)
         statement = func is Tensor.add_
-        self.adds.append(Add(self.count, (a, b), (left, right), carry, kind, tuple(self.modules), result, statement))
+        self.adds.append(
+            Add(self.nodes.count, (a, b), (left, right), carry, kind, tuple(self.modules), result, statement)
+        )
         if carry is not None:
             self.last_hit = id(result)
 
@@ -210,10 +232,10 @@ class BlockTrace(TorchFunctionMode):
         """Return the position of the carry in `a + b` (None: no merge) and the kind of shortcut."""
         if a.shape != b.shape or not is_feature_tensor(a) or not left & right:
             return None, ""
-        left_own, right_own = left & ~right & self.parametrised, right & ~left & self.parametrised
-        if right_own and (is_ancestor(left, right) or self.origin_of(a) == self.last_hit):
+        left_own, right_own = left & ~right & self.nodes.parametrised, right & ~left & self.nodes.parametrised
+        if right_own and (is_ancestor(left, right) or self.nodes.origin_of(a) == self.last_hit):
             return 0, "identity"
-        if left_own and (is_ancestor(right, left) or self.origin_of(b) == self.last_hit):
+        if left_own and (is_ancestor(right, left) or self.nodes.origin_of(b) == self.last_hit):
             return 1, "identity"
         if left_own and right_own:
             return int(left_own.bit_count() > right_own.bit_count()), "projection"
@@ -254,12 +276,12 @@ class BlockTrace(TorchFunctionMode):
     def chain_to(self, tensor: Tensor) -> list[Add]:
         """Walk back from a tensor along the carry: newest hit, then the newest hit its carry comes from, and so on."""
         chain: list[Add] = []
-        reach = self.ancestors.get(id(tensor), 0)
+        reach = self.nodes.of(tensor)
         for add in reversed(self.adds):
             if add.carry is None or not reach >> add.node & 1:
                 continue
             own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
-            after = reach & ~own & self.parametrised & ~self.normalising
+            after = reach & ~own & self.nodes.parametrised & ~self.nodes.normalising
             if add.kind == "projection" and after and not (chain and chain[-1].kind == "projection"):
                 continue  # weights follow: a sum inside a branch or a projection
             chain.append(add)
@@ -288,9 +310,9 @@ class BlockTrace(TorchFunctionMode):
         for index, (add, following) in enumerate(zip(chain, reached, strict=True)):
             carry = add.operands[add.carry or 0]
             at = visible.index(add)
-            same = {self.origin_of(carry)}
-            touch = sum(not same.isdisjoint(map(self.origin_of, other.operands)) for other in visible[start:at])
-            fresh = index == 0 and self.origin_of(carry) != id(entry)
+            same = {self.nodes.origin_of(carry)}
+            touch = sum(not same.isdisjoint(map(self.nodes.origin_of, other.operands)) for other in visible[start:at])
+            fresh = index == 0 and self.nodes.origin_of(carry) != id(entry)
             rule = SiteRule(None if into is None else touch, at, add.carry or 0, fresh)
             into = None if add.statement else self.passages_between(add.result, following, own)
             carriers.update({passage.name: passage.is_norm for passage in into or ()})
@@ -304,9 +326,11 @@ class BlockTrace(TorchFunctionMode):
 
     def passages_between(self, start: Tensor, end: Tensor, own: set[str], depth: int = 4) -> list[Passage] | None:
         """Return the children through which `start` became `end`; empty where they are one, None where none did."""
-        if start is end or self.origin_of(end) == id(start):
+        if start is end or self.nodes.origin_of(end) == id(start):
             return []
-        ended = self.passages.get(id(end)) or self.passages.get(self.origin_of(end)) or []  # a norm, then a reshape
+        ended = (
+            self.passages.get(id(end)) or self.passages.get(self.nodes.origin_of(end)) or []
+        )  # a norm, then a reshape
         for passage in ended if depth else ():
             if passage.name in own or any(name not in own for name in passage.modules):
                 continue
@@ -318,23 +342,26 @@ class BlockTrace(TorchFunctionMode):
 
     def tensors(self, ids: frozenset[int]) -> list[Tensor]:
         """Return the tensors with these ids that descend from the block's input."""
-        return [self.alive[key] for key in ids if self.ancestors.get(key, 0)]
+        return [self.nodes.alive[key] for key in ids if self.nodes.sets.get(key)]
 
     def norm_kind(self, add: Add, reached: Tensor, chain: list[Add]) -> str:
         """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""
         own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
-        if reached is not add.result and self.ancestors.get(id(reached), 0) & ~own & self.normalising:
+        if reached is not add.result and self.nodes.of(reached) & ~own & self.nodes.normalising:
             return "post"
         branch = add.ancestors[1 - (add.carry or 0)]
         carries = [earlier.ancestors[earlier.carry or 0] for earlier in chain]
         read = next((mask for mask in reversed(carries) if is_ancestor(mask, branch)), carries[-1])
         branch &= ~read  # from the newest carry the branch reads: with (x + a) + b that of a
-        first_weight, first_norm = lowest(branch & self.parametrised), lowest(branch & self.normalising)
+        first_weight, first_norm = (
+            lowest(branch & self.nodes.parametrised),
+            lowest(branch & self.nodes.normalising),
+        )
         return "pre" if first_norm and (not first_weight or first_norm <= first_weight) else "none"
 
     def is_changed_carry(self, add: Add) -> bool:
         """Whether one operand is the block's input after operations without weights, the other a branch."""
-        entry, weights = (1 << len(self.arguments)) - 1, self.parametrised & ~self.normalising
+        entry, weights = (1 << len(self.arguments)) - 1, self.nodes.parametrised & ~self.nodes.normalising
         for mask, other in (add.ancestors, add.ancestors[::-1]):
             if mask & entry & other and not mask & weights and other & weights:
                 return add.operands[0].shape == add.operands[1].shape
