@@ -20,6 +20,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
+from flowscope.instruments import METRICS
 from flowscope.losses import LateLoss, LossesSinceRecord, mean_loss
 from flowscope.metrics import Metric
 from flowscope.probes.buffer import HostCopy
@@ -27,7 +28,6 @@ from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import Sink
-from flowscope.specs import BUILT_IN
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Recorder:
 
     def __init__(self, config: WatchConfig, faults: Faults, callbacks: Sequence[AlertCallback]) -> None:
         self.faults, self.callbacks = faults, callbacks
-        self.specs: dict[str, Metric] = dict(BUILT_IN)
+        self.specs: dict[str, Metric] = dict(METRICS)
         self.records: deque[Record] = deque(maxlen=config.max_records)
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
         self.detectors = DetectorSet(config)

@@ -30,6 +30,7 @@ from flowscope.discovery.view import ModelView
 from flowscope.distributed import Ranks
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
+from flowscope.instruments import specs_of
 from flowscope.losses import LateLoss
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
@@ -129,6 +130,7 @@ class Scope:
         try:
             self._add_own_sinks(given.log_dir)
             self._observation = Observation(view, self.config, self._hooks)
+            self._recorder.specs.update(specs_of(self._observation.instruments))
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
             self._clock = OptimizerClock(model, given.optimizer, self, self._hooks)

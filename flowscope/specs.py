@@ -1,4 +1,4 @@
-"""The metrics of flowscope itself, by kind of number. Axis letters: docs/metrics.md."""
+"""Metrics whose kinds of numbers are no instruments yet, and those of the run itself. Axis letters: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -178,83 +178,6 @@ UNITS = (
     ),
 )
 
-OUTPUTS = (
-    Metric(
-        "output_spread",
-        "Share of the output that differs between samples. Near 0 the model answers the same to everything.",
-        formula="1 - ‖mean over samples‖² / mean over samples of ‖output‖²",
-        view="Depth",
-        scale="log",
-        rows="model",
-    ),
-    Metric(
-        "output_width",
-        "Values the model answers with for each thing it is asked (classes, words).",
-        view="Depth",
-        rows="model",
-    ),
-)
-
-BATCH_NORM = (
-    Metric(
-        "norm_gap",
-        "Distance of BatchNorm's running statistics from those of the batches.",
-        formula="median over channels of |running mean - m| / s + |ln(running s / s)|",
-        healthy="under 1 after 100 updates",
-        view="Depth",
-        rows="modules",
-        ranks="first",
-    ),
-)
-
-_routing = partial(Metric, view="Routing", rows="modules")
-
-ROUTING = (
-    _routing(
-        "route_entropy",
-        "How undecided a router is, in units of log(experts). 1: all equal.",
-        formula="mean over tokens of the entropy of the probabilities / log E",
-        bounds=SHARE,
-    ),
-    _routing(
-        "route_max_violation",
-        "Tokens of the fullest expert over the mean, less 1.",
-        formula="largest load / mean load - 1",
-        healthy="under 1; alert over 3",
-        source="arXiv 2408.15664",
-        limits=("expert_violation",),
-        opens=True,
-    ),
-    _routing(
-        "route_dead",
-        "Share of experts without a token.",
-        healthy="0; alert over 0.5",
-        bounds=SHARE,
-        limits=("expert_dead",),
-    ),
-    _routing(
-        "route_load",
-        "Tokens an expert gets in a step, mean. Under 4 the others say little.",
-        formula="tokens K / E",
-        unit="tokens",
-        scale="log",
-    ),
-)
-
-SOLVERS = (
-    _routing("solver_nfe", "Function evaluations a forward.", healthy="steady; alert at 4 times its start"),
-    _routing("solver_nfe_backward", "Function evaluations a backward (adjoint method)."),
-    _routing(
-        "solver_residual",
-        "How far the solution is from a fixed point.",
-        formula="|f(z) - z| / |f(z)|",
-        healthy="about 0.001; alert over 0.01",
-        scale="log",
-        limits=("solver_residual",),
-    ),
-    _routing("jacobian_radius", "Spectral radius of the iterated map.", healthy="under 1"),
-)
-
 _gate = partial(Metric, view="Gates", rows="sites")
 _mix = partial(Metric, view="Mixing", rows="sites")
 
@@ -432,7 +355,7 @@ RUN = (
     Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )
 
-BUILT_IN = {
+OTHERS = {
     metric.name: metric
     for group in (
         GRADIENT_FLOW,
@@ -440,10 +363,6 @@ BUILT_IN = {
         DIRECTIONS,
         ALIGNMENT,
         UNITS,
-        OUTPUTS,
-        BATCH_NORM,
-        ROUTING,
-        SOLVERS,
         GATES,
         SITES,
         PARAMETERS,

@@ -13,12 +13,12 @@ import torch
 import flowscope
 from flowscope import recorder
 from flowscope.distributed import is_local
+from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
 from flowscope.panels.report import report_payload
 from flowscope.probes import snapshot
 from flowscope.records import Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, reduction
-from flowscope.specs import BUILT_IN
 
 
 def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:
@@ -41,13 +41,13 @@ def test_rows_say_whether_a_metric_belongs_to_a_flow() -> None:
 
 FROZEN = json.loads((Path(__file__).parent / "frozen_metrics.json").read_text())
 NAMES = sorted(FROZEN)
-CHARTED = [name for name, metric in BUILT_IN.items() if metric.charted]
+CHARTED = [name for name, metric in METRICS.items() if metric.charted]
 
 
 def answers(name: str) -> dict[str, object]:
     """What every module that treats metrics differently says of one."""
-    record = Record(0, flow_names=("rnn.l0", "net"), specs=BUILT_IN)
-    presented = spec_of(name, BUILT_IN)
+    record = Record(0, flow_names=("rnn.l0", "net"), specs=METRICS)
+    presented = spec_of(name, METRICS)
     return {
         "view": presented.view,
         "words": presented.says,
@@ -73,7 +73,7 @@ def answers(name: str) -> dict[str, object]:
 
 
 def _unscaled(name: str) -> bool:
-    record = Record(0, metrics={name: np.ones(1)}, specs=BUILT_IN)
+    record = Record(0, metrics={name: np.ones(1)}, specs=METRICS)
     recorder._unscale(record, 2.0)
     return bool(record.metrics[name][0] != 1)
 
@@ -84,12 +84,12 @@ def test_every_table_answers_as_it_did(name: str) -> None:
 
 
 def test_metrics_are_frozen_whole() -> None:
-    assert {*BUILT_IN, "my_norm", "my_share"} <= set(NAMES)
+    assert {*METRICS, "my_norm", "my_share"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(of_0_1()))
 def test_runs_of_0_1_are_drawn_like_those_that_describe_themselves(name: str) -> None:
-    assert replace(BUILT_IN[name], formula="", source="", unit="") == of_0_1()[name]
+    assert replace(METRICS[name], formula="", source="", unit="") == of_0_1()[name]
 
 
 KURTOSIS = Metric("act_kurtosis", "Fourth moment over squared second.", view="Depth", scale="log", logged=True)

@@ -24,7 +24,7 @@ THIRD_PARTIES = (
 )
 
 ANY = {"numpy", "pydantic", "scipy"}
-WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "_version")
+WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 WRAPPING = {"flowscope.discovery", "flowscope.merging"}
 MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
@@ -37,6 +37,7 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
     ("flowscope.metrics", set()),
+    ("flowscope.specs", {"flowscope.metrics"}),
     # the notebook's view is imported where a notebook asks for it
     ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),

@@ -12,11 +12,11 @@ import pytest
 from panels_run import ENCODER, EVIL, HEADER, STEPS, alerts, product, record, write_run
 
 from flowscope.errors import FlowscopeError
+from flowscope.instruments import METRICS
 from flowscope.metrics import VIEWS, spec_of
 from flowscope.panels import assets, catalogue, overview, report, series, write_report
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import Run, read_run
-from flowscope.specs import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = float("nan")
@@ -179,16 +179,16 @@ def test_every_documented_metric_is_in_the_catalogue() -> None:
     headings = re.findall(r"^### (.+)$", text, re.MULTILINE)
     documented = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
     assert len(documented) > 30
-    unknown = {name for name in documented if name not in BUILT_IN}
+    unknown = {name for name in documented if name not in METRICS}
     assert unknown == set()
-    assert {metric.view for metric in BUILT_IN.values()} <= set(VIEWS)
+    assert {metric.view for metric in METRICS.values()} <= set(VIEWS)
 
 
 def test_every_kind_of_alert_has_a_picture() -> None:
     from flowscope.detectors import DETECTORS
 
     assert {detector.kind for detector in DETECTORS} <= set(catalogue.SHOWN_BY)
-    assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(BUILT_IN)
+    assert {name for names in catalogue.SHOWN_BY.values() for name in names} <= set(METRICS)
 
 
 def test_which_metrics_are_logarithmic() -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.view import ModelView
@@ -17,10 +17,21 @@ from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.outputs import Outputs
 from flowscope.instruments.routing import Routing
 from flowscope.instruments.solvers import Solvers
+from flowscope.metrics import Metric
+from flowscope.specs import OTHERS
 
-__all__ = ["BUILT_IN", "Instrument", "Taken", "instruments_for"]
+__all__ = ["BUILT_IN", "METRICS", "Instrument", "Taken", "instruments_for", "specs_of"]
 
 BUILT_IN: tuple[type[Instrument], ...] = (NormGaps, Outputs, Routing, Solvers)
+
+
+def specs_of(instruments: Iterable[Instrument | type[Instrument]]) -> dict[str, Metric]:
+    """The metrics that some instruments write, by name, in order."""
+    return {metric.name: metric for instrument in instruments for metric in instrument.metrics}
+
+
+METRICS: dict[str, Metric] = {**OTHERS, **specs_of(BUILT_IN)}
+"""All metrics of flowscope itself."""
 
 
 def instruments_for(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.record_builder import RecordBuilder
@@ -68,6 +69,17 @@ class NormGaps(Instrument):
     """The modules of a model that keep running statistics."""
 
     name = "norm_gaps"
+    metrics = (
+        Metric(
+            "norm_gap",
+            "Distance of BatchNorm's running statistics from those of the batches.",
+            formula="median over channels of |running mean - m| / s + |ln(running s / s)|",
+            healthy="under 1 after 100 updates",
+            view="Depth",
+            rows="modules",
+            ranks="first",
+        ),
+    )
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what these modules are given."""

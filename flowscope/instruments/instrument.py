@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowscope.config import Family, WatchConfig
 from flowscope.discovery.view import ModelView
+from flowscope.metrics import Metric
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import Part, Sharing
@@ -54,6 +55,8 @@ class Instrument:
 
     name: ClassVar[str]
     """Its key in `config={"instruments": {name: False}}`."""
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    """What each of its metrics says, how ranks combine it and how it is drawn; it goes into the run's header."""
     families: ClassVar[tuple[Family, ...]] = ("parameters",)
     """Which families of `WatchConfig.metrics` it belongs to: any of them turns it on."""
     buffer: DepositBuffer | None = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.record_builder import RecordBuilder
@@ -31,6 +32,22 @@ class Outputs(Instrument):
     """The root's output: its variance over samples and its mean square, added up over the forwards of a step."""
 
     name = "output"
+    metrics = (
+        Metric(
+            "output_spread",
+            "Share of the output that differs between samples. Near 0 the model answers the same to everything.",
+            formula="1 - ‖mean over samples‖² / mean over samples of ‖output‖²",
+            view="Depth",
+            scale="log",
+            rows="model",
+        ),
+        Metric(
+            "output_width",
+            "Values the model answers with for each thing it is asked (classes, words).",
+            view="Depth",
+            rows="model",
+        ),
+    )
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None

@@ -21,6 +21,7 @@ from flowscope.discovery.plan import display_path
 from flowscope.discovery.routers import Router
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
+from flowscope.metrics import Metric
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import local
@@ -38,6 +39,45 @@ class Routing(Instrument):
     """
 
     name = "routing"
+    metrics = (
+        Metric(
+            "route_entropy",
+            "How undecided a router is, in units of log(experts). 1: all equal.",
+            formula="mean over tokens of the entropy of the probabilities / log E",
+            bounds=(0.0, 1.0),
+            view="Routing",
+            rows="modules",
+        ),
+        Metric(
+            "route_max_violation",
+            "Tokens of the fullest expert over the mean, less 1.",
+            formula="largest load / mean load - 1",
+            healthy="under 1; alert over 3",
+            source="arXiv 2408.15664",
+            limits=("expert_violation",),
+            opens=True,
+            view="Routing",
+            rows="modules",
+        ),
+        Metric(
+            "route_dead",
+            "Share of experts without a token.",
+            healthy="0; alert over 0.5",
+            bounds=(0.0, 1.0),
+            limits=("expert_dead",),
+            view="Routing",
+            rows="modules",
+        ),
+        Metric(
+            "route_load",
+            "Tokens an expert gets in a step, mean. Under 4 the others say little.",
+            formula="tokens K / E",
+            unit="tokens",
+            scale="log",
+            view="Routing",
+            rows="modules",
+        ),
+    )
     HEAD = 2
     """Sum of the tokens' entropies, tokens; then the load of each expert."""
     buffer: DepositBuffer
@@ -76,14 +116,11 @@ class Routing(Instrument):
         """The metrics of `route_metrics`, one entry a router; NaN where no token was seen."""
         sums = table_rows(parts, self.buffer.columns)
         rows = [
-            route_metrics(sums[row], router.experts) if row < len(sums) else (np.nan,) * len(METRICS)
+            route_metrics(sums[row], router.experts) if row < len(sums) else (np.nan,) * len(self.metrics)
             for row, router in enumerate(self._routers)
         ]
-        for name, values in zip(METRICS, np.array(rows).T, strict=True):
-            out.add(name, values, self._labels)
-
-
-METRICS = ("route_entropy", "route_max_violation", "route_dead", "route_load")
+        for metric, values in zip(self.metrics, np.array(rows).T, strict=True):
+            out.add(metric.name, values, self._labels)
 
 
 def route_metrics(sums: Array, experts: int) -> tuple[float, float, float, float]:

@@ -24,6 +24,7 @@ from flowscope.discovery.structure import is_time
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.payload import from_host, local
@@ -34,9 +35,6 @@ ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
 
 SEARCHES = 3
 """So many records look for such a layer; later ones only on the slow schedule."""
-
-METRICS = ("solver_nfe", "solver_nfe_backward", "solver_residual", "jacobian_radius")
-"""Each has a sum and a count, the sums first: means over forwards (and ranks) are their quotients."""
 
 
 @dataclass
@@ -74,6 +72,31 @@ class Solvers(Instrument):
     """The iterative layers of a model."""
 
     name = "solvers"
+    metrics = (
+        Metric(
+            "solver_nfe",
+            "Function evaluations a forward.",
+            healthy="steady; alert at 4 times its start",
+            view="Routing",
+            rows="modules",
+        ),
+        Metric(
+            "solver_nfe_backward", "Function evaluations a backward (adjoint method).", view="Routing", rows="modules"
+        ),
+        Metric(
+            "solver_residual",
+            "How far the solution is from a fixed point.",
+            formula="|f(z) - z| / |f(z)|",
+            healthy="about 0.001; alert over 0.01",
+            scale="log",
+            limits=("solver_residual",),
+            view="Routing",
+            rows="modules",
+        ),
+        Metric(
+            "jacobian_radius", "Spectral radius of the iterated map.", healthy="under 1", view="Routing", rows="modules"
+        ),
+    )
 
     def __init__(self) -> None:
         self._inside = False
@@ -211,10 +234,13 @@ class Solvers(Instrument):
         table = torch.cat([torch.where(known, values, 0.0), known.float()], 1)
         return Taken(f"solvers {' '.join(labels)}", [table], partial(self._read, labels), "vector")
 
-    @staticmethod
-    def _read(labels: list[str], out: RecordBuilder, parts: list[Array]) -> None:
-        for name, values in solver_metrics(parts[0].reshape(len(labels), -1)).items():
-            out.add(name, values, labels)
+    def _read(self, labels: list[str], out: RecordBuilder, parts: list[Array]) -> None:
+        """Means over forwards (and ranks) from their sums and, behind these, counts; NaN where there was none."""
+        sums, counts = np.split(parts[0].reshape(len(labels), -1), 2, axis=1)
+        with np.errstate(all="ignore"):
+            means = np.where(counts > 0, sums / counts, np.nan)
+        for metric, values in zip(self.metrics, means.T, strict=True):
+            out.add(metric.name, values, labels)
 
     def _find_attributes(self) -> None:
         """Layers that say themselves how their solver went; looked for at first, and slowly."""
@@ -237,14 +263,6 @@ def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:
     return len(tensors) == len(others) and all(
         local(a).data_ptr() == local(b).data_ptr() and a.shape == b.shape for a, b in zip(tensors, others, strict=True)
     )
-
-
-def solver_metrics(table: Array) -> dict[str, Array]:
-    """Return each metric [solvers] from the sums and counts, NaN where it was not seen."""
-    half = len(METRICS)
-    with np.errstate(all="ignore"):
-        means = np.where(table[:, half:] > 0, table[:, :half] / table[:, half:], np.nan)
-    return {name: means[:, column] for column, name in enumerate(METRICS)}
 
 
 def _values(solver: Solver, forwards: int) -> tuple[list[Tensor | float], ...]:
