@@ -169,3 +169,32 @@ def test_a_watch_walks_the_modules_once(name: str) -> None:
         # the parameters are walked apart: whether there are any, where they are, what replaces them
         searches = [walk for walk in walks if not any(by in walk for by in ("parameters", "_find ", "-> of ->"))]
         assert len(searches) == 1, searches
+
+
+def replace_module(model: Mixed) -> None:
+    model.tanh = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+
+
+def share_module(model: Mixed) -> None:
+    model.twin = model.attention[1]
+
+
+def add_parameter(model: Mixed) -> None:
+    model.layer.register_parameter("scale", nn.Parameter(torch.ones(4)))
+
+
+def take_out_module(model: Mixed) -> None:
+    del model.implicit
+
+
+@pytest.mark.parametrize("change", [replace_module, share_module, add_parameter, take_out_module])
+def test_the_modules_are_read_again_where_they_changed(change: Callable[[Mixed], None]) -> None:
+    model = Mixed()
+    view = ModelView(model)
+    gates = view.gates
+    assert view.tree.follow() == view.tree.follow() == 1
+    change(model)
+    assert view.tree.follow() == view.tree.follow() == 2
+    assert view.modules == tuple(model.named_modules())
+    assert view.tree.by_path == dict(model.named_modules(remove_duplicate=False))
+    assert view.gates is gates  # hooks are at what was found when the view was first asked

@@ -26,11 +26,12 @@ from flowscope.discovery.structure import (
     keeps_statistics,
     outermost,
 )
+from flowscope.discovery.tree import ModuleTree
 from flowscope.errors import FlowscopeError
 
 
 class ModelView:
-    """The parts of one model, as they were when it was attached; holds the model as long as it lives.
+    """The parts of one model, each kind as it was when first asked for; holds the model as long as it lives.
 
     Args:
         model: the user's.
@@ -39,16 +40,18 @@ class ModelView:
 
     Attributes:
         model: likewise.
+        tree: its modules, which can be read again where they change.
     """
 
     def __init__(self, model: nn.Module, flows: Sequence[str] | None = None, gates: Sequence[str] = ()) -> None:
         self.model = model
+        self.tree = ModuleTree(model)
         self._flow_paths, self._gate_patterns = flows, gates
 
-    @cached_property
+    @property
     def modules(self) -> tuple[Named, ...]:
         """(path, module) of the model and all in it, each once, under its first path, in module order."""
-        return tuple(self.model.named_modules())
+        return self.tree.modules
 
     @cached_property
     def flows(self) -> FlowPlan:

@@ -107,7 +107,7 @@ class Solvers(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the calls of what may be iterated."""
-        self._model, self._switch = view.model, hooks.switch
+        self._view, self._switch = view, hooks.switch
         kinds = (view.dynamics, self._dynamics), (view.maps, self._map), (view.equilibrium_layers, self._layer)
         for found, after in kinds:
             for path, module in found:
@@ -137,7 +137,7 @@ class Solvers(Instrument):
         """Whether a call belongs to a training forward: of the model, or to one where its own is not called."""
         if self._switch.paused:
             return False
-        return self._inside or (not self._forwards and torch.is_grad_enabled()) or module is self._model
+        return self._inside or (not self._forwards and torch.is_grad_enabled()) or module is self._view.model
 
     def _dynamics(self, solver: Solver, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if is_compiling():
@@ -247,7 +247,8 @@ class Solvers(Instrument):
         held = {id(solver.module): solver for solver in self._solvers}
         self._searches += 1
         if self._searches <= SEARCHES or self._switch.slow:
-            for path, module in self._model.named_modules():
+            self._view.tree.follow()
+            for path, module in self._view.modules:
                 if id(module) not in held and _attributes(module) is not None:
                     self._solvers.append(Solver(display_path(path), module))
         for solver in self._solvers:
