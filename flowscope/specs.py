@@ -142,10 +142,11 @@ DIRECTIONS = (
     ),
     Metric(
         "cosine_matrix",
-        "Cosine of each pair of depths.",
+        "Cosine of each pair of depths. Bright squares on the diagonal are stretches of blocks that change nothing.",
         formula="mean over positions of cos(x_i, x_j)",
         view="Depth",
         shape="matrix",
+        bounds=COSINE,
         ranks="first",
     ),
 )
@@ -257,7 +258,12 @@ SITES = (
         formula="‖H_k - I‖_F",
         source="arXiv 2606.03483",
     ),
-    _mix("mix_matrix", "How the streams are mixed at each site.", formula="H_k", shape="stack"),
+    _mix(
+        "mix_matrix",
+        "How the streams are mixed at each site: rows are output streams. Bright on the diagonal keeps them apart.",
+        formula="H_k",
+        shape="stack",
+    ),
     _mix(
         "stream_cosine",
         "Cosine between streams. At 1 throughout, one stream is paid for several times.",

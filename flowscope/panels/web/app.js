@@ -1,7 +1,7 @@
 // The page: what is chosen (runs, flow, metric, scale, pinned steps) and what follows from it.
 
 import { timeline, verdicts } from "./alerts.js";
-import { Controls, VIEWS } from "./controls.js";
+import { Controls, VIEWS, opening } from "./controls.js";
 import { el, emptyState, replace } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
 import { lossFigure } from "./loss.js";
@@ -12,23 +12,8 @@ import { RUN_COLOURS, decode, makeScale } from "./scale.js";
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
 const MOST_CONNECTED = 150;
-const FIRST_METRICS = ["gradient_product", "grad_norm", "update_ratio"];
-
-const MATRICES = {
-  Depth: {
-    metric: "cosine_matrix",
-    title: "Cosine between all pairs of depths",
-    words: "Bright squares along the diagonal are stretches of blocks that change nothing.",
-    missing: "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.",
-    figures: matrixFigures,
-  },
-  Mixing: {
-    metric: "mix_matrix",
-    title: "Mixing matrices, one a site",
-    words: "Rows are output streams. The identity, bright on the diagonal, keeps the streams apart.",
-    figures: stackFigures,
-  },
-};
+const FIGURES = { matrix: matrixFigures, stack: stackFigures };
+const NO_MATRIX = "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.";
 
 export class App {
   /** `source` answers overview, series and record (source.js). */
@@ -95,8 +80,8 @@ export class App {
     if (!flows.includes(chosen.flow)) chosen.flow = flows[0] ?? null;
     const metrics = this.metrics(runs);
     if (!metrics.some((metric) => metric.metric === chosen.metric)) {
-      const known = FIRST_METRICS.find((name) => metrics.some((metric) => metric.metric === name));
-      chosen.metric = known ?? metrics.find((metric) => metric.shape === "profile")?.metric ?? null;
+      const first = VIEWS.map(([view]) => opening(metrics, view)).find(Boolean);
+      chosen.metric = first ?? metrics.find((metric) => metric.shape === "profile")?.metric ?? null;
       chosen.scale = null;
     }
     this.metric = metrics.find((metric) => metric.metric === chosen.metric) ?? null;
@@ -183,7 +168,7 @@ export class App {
   /** Why a run has nothing of the chosen view, or of the chosen flow. */
   whyMissing() {
     const view = VIEWS.find(([name]) => name === this.metric.view);
-    return view && ["Gates", "Mixing"].includes(view[0]) ? `There are ${view[2]}.` : `It has no such metric for flow ${this.chosen.flow}.`;
+    return view && ["Gates", "Mixing"].includes(view[0]) ? `There are ${view[1]}.` : `It has no such metric for flow ${this.chosen.flow}.`;
   }
 
   drawPicture(results) {
@@ -287,22 +272,27 @@ export class App {
       .map((name) => ({ value: config[name], text: `alert limit ${config[name]}` }));
   }
 
-  /** The layer x layer cosine in the view Depth, the mixing matrices in the view Mixing. */
+  /** The matrices of the view: layer x layer cosine, mixing of streams, and whatever else has them. */
   async matrices(step) {
-    const panel = MATRICES[this.metric.view];
-    if (!panel || step === undefined) return [];
+    if (step === undefined) return [];
+    const entries = this.metrics(this.shown()).filter((metric) => metric.view === this.metric.view && metric.shape !== "profile");
+    if (!entries.length && this.metric.view === "Depth") return [emptyState("There is no matrix of all pairs of depths.", NO_MATRIX)];
+    return (await Promise.all(entries.map((entry) => this.matricesOf(entry, step)))).flat();
+  }
+
+  async matricesOf({ metric, shape, words, bounds }, step) {
     const problems = [];
     const read = async (run) => {
-      const entry = this.find(run, panel.metric);
-      if (!entry) return panel.missing && problems.push(emptyState(`${run.name} has no ${panel.metric}.`, panel.missing));
+      const entry = this.find(run, metric);
+      if (!entry) return problems.push(emptyState(`${run.name} has no ${metric}.`, NO_MATRIX));
       try {
         return { run, record: await this.load(run, "record", entry.key, step) };
       } catch (error) {
-        return problems.push(emptyState(`${run.name}: ${panel.metric} cannot be shown.`, error.message));
+        return problems.push(emptyState(`${run.name}: ${metric} cannot be shown.`, error.message));
       }
     };
     const records = (await Promise.all(this.shown().map(read))).filter((found) => found?.record);
-    return [el("h2", {}, panel.title), el("p", { class: "words" }, panel.words), ...(records.length ? panel.figures(records) : []), ...problems];
+    return [el("h2", {}, metric), el("p", { class: "words" }, words), ...(records.length ? FIGURES[shape](records, bounds) : []), ...problems];
   }
 
   /** Go to the place and the step of an alert. */

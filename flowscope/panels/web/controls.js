@@ -5,16 +5,27 @@ import { el } from "./dom.js";
 import { SCALES } from "./scale.js";
 
 const MANY_RUNS = 8;
-/** View, the metric it starts with, and why a run may have none of it. */
+/** The views, and why a run may have none of one. */
 export const VIEWS = [
-  ["Gradient", "gradient_product", "no flow with gradients was recorded"],
-  ["Depth", "cosine", "the family depth is switched off: WatchConfig.metrics"],
-  ["Gates", "gate_mean", "no gated connections: flowscope.wrap(model) adds them, watch(gates=…) finds yours"],
-  ["Mixing", "mix_gain_backward", "no streams: flowscope.wrap(model, mode=\"dhc\") adds them"],
-  ["Routing", "route_max_violation", "no mixture of experts and no iterative layer (neural ODE, equilibrium)"],
-  ["Parameters", "update_ratio", "the family parameters is switched off: WatchConfig.metrics"],
-  ["Finiteness", "nonfinite", "no flow was recorded"],
+  ["Gradient", "no flow with gradients was recorded"],
+  ["Depth", "the family depth is switched off: WatchConfig.metrics"],
+  ["Gates", "no gated connections: flowscope.wrap(model) adds them, watch(gates=…) finds yours"],
+  ["Mixing", "no streams: flowscope.wrap(model, mode=\"dhc\") adds them"],
+  ["Routing", "no mixture of experts and no iterative layer (neural ODE, equilibrium)"],
+  ["Parameters", "the family parameters is switched off: WatchConfig.metrics"],
+  ["Finiteness", "no flow was recorded"],
 ];
+
+/** The metric that a view starts with: the one that says so, else its first. */
+export function opening(metrics, view) {
+  const found = metrics.filter((one) => one.view === view && one.shape === "profile");
+  return (found.find((one) => one.opens) ?? found[0])?.metric;
+}
+
+/** The known views and, behind them, those that only the metrics know. */
+function allViews(metrics) {
+  return [...new Set([...VIEWS.map(([view]) => view), ...metrics.map((one) => one.view).filter((view) => view !== "Other"), "Other"])];
+}
 
 export class Controls {
   /** `events.change(part)` takes what was chosen, `events.reload()` asks for news. */
@@ -101,9 +112,9 @@ export class Controls {
       this.why.textContent = words;
       this.why.hidden = false;
     };
-    const button = ([view, first, missing]) => {
-      const found = metrics.filter((one) => one.view === view && one.shape === "profile");
-      const target = (found.find((one) => one.metric === first) ?? found[0])?.metric;
+    const button = (view) => {
+      const target = opening(metrics, view);
+      const missing = VIEWS.find(([name]) => name === view)?.[1];
       return el(
         "button",
         {
@@ -116,7 +127,7 @@ export class Controls {
         view,
       );
     };
-    this.views.replaceChildren(...VIEWS.map(button));
+    this.views.replaceChildren(...allViews(metrics).slice(0, -1).map(button));
     if (held) [...this.views.children].find((one) => one.textContent === held)?.focus();
   }
 
@@ -124,8 +135,7 @@ export class Controls {
     const { metrics, chosen } = this.state;
     const wanted = this.search.value.toLowerCase().replaceAll(" ", "_");
     const found = metrics.filter((metric) => metric.shape === "profile" && metric.metric.includes(wanted));
-    const order = [...VIEWS.map(([view]) => view), "Other"];
-    const groups = order.filter((view) => found.some((metric) => metric.view === view));
+    const groups = allViews(metrics).filter((view) => found.some((metric) => metric.view === view));
     const option = (metric) => el("option", { value: metric.metric, title: metric.words }, metric.metric);
     const options = groups.map((view) => el("optgroup", { label: view }, ...found.filter((metric) => metric.view === view).map(option)));
     replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, metrics.length ? "no metric has this name" : "choose a run first")], chosen.metric);

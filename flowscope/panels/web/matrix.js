@@ -34,8 +34,8 @@ function square(numbers, scale, describe) {
 }
 
 /** Matrices of several runs on one scale: rows and columns are depths, input on top and on the left. */
-export function matrixFigures(records) {
-  const scale = makeScale("linear", { bounds: [0, 1] }, records.flatMap(({ record }) => record.matrix.flat().map(decode)));
+export function matrixFigures(records, bounds) {
+  const scale = makeScale("linear", { bounds }, records.flatMap(({ record }) => record.matrix.flat().map(decode)));
   return [colourBar(scale, {}), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale)))];
 }
 
@@ -52,8 +52,8 @@ function matrixFigure(title, record, scale) {
 }
 
 /** The matrices of each run, one a site, in the order of depth, on one scale. */
-export function stackFigures(records) {
-  const scale = makeScale("linear", {}, records.flatMap(({ record }) => record.stack.flat(2).map(decode)));
+export function stackFigures(records, bounds) {
+  const scale = makeScale("linear", { bounds }, records.flatMap(({ record }) => record.stack.flat(2).map(decode)));
   return [colourBar(scale, {}), ...records.map(({ run, record }) => stackFigure(run.name, record, scale))];
 }
 
