@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flowscope
+from benchmarks import metric_tables
 from flowscope import recorder
 from flowscope.distributed import is_local
 from flowscope.instruments import METRICS
@@ -130,3 +131,8 @@ def test_the_header_of_a_run_has_the_spec_of_each_of_its_metrics() -> None:
     assert {split_key(key)[0] for key in record.metrics} <= {*header.metrics, "step_losses"}
     assert all(name == metric.name for name, metric in header.metrics.items())
     assert "route_load" not in header.metrics
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_specs() -> None:
+    text = metric_tables.FILE.read_text(encoding="utf-8")
+    assert metric_tables.rendered(text) == text, "python -m benchmarks.metric_tables --write"
