@@ -1,7 +1,8 @@
-"""Inputs to run a model once with: the user's, transformers' `dummy_inputs`, or one made from a block's widths."""
+"""Running a model once: in evaluation mode, on the user's inputs, transformers' `dummy_inputs`, or made-up ones."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,20 @@ from flowscope.discovery.structure import outermost, required_arguments
 from flowscope.errors import FlowscopeError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; the mode of each module is as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        # not model.eval(): a user's own train() may do more than set the flag
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def as_call(example_inputs: Any) -> Call:

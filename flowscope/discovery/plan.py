@@ -20,6 +20,12 @@ def display_path(path: str) -> str:
     return ".".join(part for part in parts if part == "module" or part not in _WRAPPERS)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 @dataclass(frozen=True)
 class Flow:
     """One chain of hidden states x_0 ... x_L of equal meaning along depth.
@@ -61,13 +67,9 @@ class FlowPlan(Sequence[Flow]):
 
     def __str__(self) -> str:
         """A table: name, kind, number of modules, first and last path; then the notes."""
-        head = ("flow", "kind", "modules", "first", "last")
         rows = [
             (f.name, f.kind, str(len(f.outputs)), display_path(f.outputs[0]), display_path(f.outputs[-1]))
             for f in self.flows
         ]
-        lines: list[str] = []
-        if rows:
-            widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-            lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        lines = aligned([("flow", "kind", "modules", "first", "last"), *rows]) if rows else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe, runnable
+from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe, evaluating, runnable
 from flowscope.discovery.flows import find_flows
-from flowscope.discovery.tracing import TracedBlock, flatten, trace_block
+from flowscope.discovery.nested import nested_tensors
+from flowscope.discovery.plan import aligned
+from flowscope.discovery.tracing import TracedBlock, trace_block
 from flowscope.errors import FlowscopeError
 
 
@@ -118,9 +120,8 @@ class SitePlan(Sequence[Site]):
                 for s in self.sites
                 if s.flow == flow
             ]
-            widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
             lines.append(f"flow {flow}: {len(rows) - 1} sites")
-            lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+            lines += [f"  {line}" for line in aligned(rows)]
         lines += [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
         counted = [block.path for block in self.blocks if not block.taggable]
         if counted:
@@ -240,7 +241,7 @@ class OutsideUse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":
-            self.seen.update({id(x): x for x in flatten((args, kwargs or {}))})
+            self.seen.update({id(x): x for x in nested_tensors((args, kwargs or {}))})
         return func(*args, **(kwargs or {}))
 
 
@@ -271,7 +272,7 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
         trace.output = run(*call[0], **call[1])
-    trace.seen_outside.update({id(x): x for x in flatten(trace.output)})
+    trace.seen_outside.update({id(x): x for x in nested_tensors(trace.output)})
     return trace
 
 
@@ -283,7 +284,7 @@ def note_run(
     carry_in = kwargs[key] if isinstance(key, str) else args[key]
     carry_out = output if traced.output is None else output[traced.output]
     trace.runs.append(Run(path, carry_in, carry_out))
-    others = list(flatten((args, kwargs)))
+    others = list(nested_tensors((args, kwargs)))
     del others[next(i for i, x in enumerate(others) if x is carry_in)]  # once: it may come twice, as query and key
     return {id(x): x for x in others}
 
@@ -291,7 +292,6 @@ def note_run(
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Run a model in evaluation mode without gradient, and put random state, buffers and modes back."""
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, tensor, None if tensor is None or tensor.is_meta else tensor.clone())
         for module in model.modules()
@@ -299,14 +299,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     ]
     cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a run without gradient, which is not the user's
-            for module, _ in modes:
-                module.training = False
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         with torch.no_grad():
             for module, name, tensor, copy in buffers:
                 module._buffers[name] = tensor

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from flowscope.discovery.nested import nested_tensors
 
 ADDS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_})
 JOINS = frozenset({"cat", "concat", "concatenate", "addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
@@ -77,18 +79,6 @@ class Passage(NamedTuple):
     modules: tuple[str, ...]
     inputs: frozenset[int]
     is_norm: bool
-
-
-def flatten(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from flatten(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from flatten(item)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -168,10 +158,10 @@ class BlockTrace(TorchFunctionMode):
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Note that a module of the block ended; a module that passes its input on returns an alias of it."""
-        inputs = list(flatten((args, kwargs)))
+        inputs = list(nested_tensors((args, kwargs)))
         if isinstance(output, Tensor) and any(output is x for x in inputs):
             output = self.alias(output)  # dropout, drop-path, identity: told apart from their input
-        outputs = list(flatten(output))
+        outputs = list(nested_tensors(output))
         self.modules.pop()
         self.norm_depth -= is_norm(module)
         self.nodes.keep((*inputs, *outputs))
@@ -183,11 +173,11 @@ class BlockTrace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, nodes = kwargs or {}, self.nodes
-        inputs = list(flatten((args, kwargs)))
+        inputs = list(nested_tensors((args, kwargs)))
         masks = [nodes.of(x) for x in inputs]
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        outputs = list(flatten(output))
+        outputs = list(nested_tensors(output))
         if not outputs or name in ("__get__", "__set__"):
             return output
         if "dropout" in name and output is inputs[0] and not kwargs.get("inplace"):

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flowscope.discovery.example_inputs import as_call
+from flowscope.discovery.example_inputs import as_call, evaluating
 from flowscope.errors import FlowscopeError
 from flowscope.merging.gates import GatedConnection
 
@@ -106,7 +106,7 @@ def gate_profile(model: nn.Module, loader: Iterable[Any], steps: int | None = No
     device = next(gates[0][1].parameters()).device
     inner = model._modules.get("_orig_mod") or model
     rows: list[list[float]] = []
-    with evaluating(inner), keep_gates(model), torch.compiler.set_stance("force_eager"):
+    with evaluating(inner), torch.no_grad(), keep_gates(model), torch.compiler.set_stance("force_eager"):
         for batch in loader:
             for _, connection in gates:
                 connection.gate_value = {}
@@ -160,19 +160,6 @@ def gated_connections(model: nn.Module) -> list[tuple[str, GatedConnection]]:
             "flowscope.wrap(model, mode='keel') or mode='highway'."
         )
     return found
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradient inside; the mode of each module is as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -25,10 +25,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.example_inputs import as_call
+from flowscope.discovery.example_inputs import as_call, evaluating
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection
-from flowscope.merging.profile import evaluating, gated_connections
+from flowscope.merging.profile import gated_connections
 from flowscope.merging.skipped_block import Decision, SkippedBlock
 from flowscope.merging.weaving import WovenChild
 
@@ -145,7 +145,7 @@ class GateSkipping:
         self._means = {}
         self.observing = True
         try:
-            with evaluating(self._inner), self:
+            with evaluating(self._inner), torch.no_grad(), self:
                 batches = 0
                 for batch in islice(loader, steps):
                     self._forward(batch)
@@ -181,7 +181,7 @@ class GateSkipping:
             raise FlowscopeError("skip_by_gates: report(loader) runs the model both ways: call it outside the `with`.")
         losses: dict[bool, list[float]] = {False: [], True: []}
         seconds = {False: 0.0, True: 0.0}
-        with evaluating(self._inner):
+        with evaluating(self._inner), torch.no_grad():
             for number, batch in enumerate(islice(loader, steps)):
                 order = (False, True) if number % 2 else (True, False)
                 if not number:

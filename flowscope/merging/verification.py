@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.discovery.nested import nested_tensors
 from flowscope.discovery.sites import SitePlan, Trial, untouched
-from flowscope.discovery.tracing import flatten
 from flowscope.errors import FlowscopeError
 
 
@@ -95,7 +95,7 @@ class BlockRan:
 
 def difference(before: Any, after: Any) -> float:
     """Return the largest relative difference between two outputs of the model."""
-    pairs = zip(flatten(before), flatten(after), strict=False)
+    pairs = zip(nested_tensors(before), nested_tensors(after), strict=False)
     return max((relative(a, b) for a, b in pairs if a.is_floating_point() and a.shape == b.shape), default=0.0)
 
 

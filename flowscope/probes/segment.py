@@ -6,7 +6,7 @@ The model runs as it is; hooks put the given x_0 in its place and stop the forwa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowscope.discovery.example_inputs import evaluating
+from flowscope.discovery.nested import map_tensors, nested_tensors
 from flowscope.discovery.plan import Flow
 from flowscope.errors import FlowscopeError
 from flowscope.probes.hooks import masked
@@ -144,10 +146,10 @@ def quiet(model: nn.Module) -> Iterator[None]:
     """
     tensor = next((t for t in [*model.parameters(), *model.buffers()]), torch.empty(0))
     device = tensor.device
-    modes = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(masked())
+        stack.enter_context(evaluating(model))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -156,15 +158,10 @@ def quiet(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         try:
-            # not model.eval(): a user's own train() may do more than set the flag
-            for module in modes:
-                module.training = False
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            for module, training in modes.items():
-                module.training = training
 
 
 def one_sample(model: nn.Module, inputs: Inputs, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -182,7 +179,7 @@ def one_sample(model: nn.Module, inputs: Inputs, call: Any) -> tuple[tuple[Any, 
         raise FlowscopeError(f"inputs: got {type(inputs).__name__}, expected a tensor, a tuple or a dict of arguments.")
     args: tuple[Any, ...] = () if isinstance(inputs, Mapping) else inputs
     kwargs: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
-    tensors = [t for t in _tensors((args, kwargs)) if t.dim() >= 1]
+    tensors = [t for t in nested_tensors((args, kwargs)) if t.dim() >= 1]
     if not tensors:
         raise FlowscopeError("inputs: got no tensor, expected at least one with a batch axis.")
     lead = tensors[0]
@@ -200,7 +197,7 @@ def one_sample(model: nn.Module, inputs: Inputs, call: Any) -> tuple[tuple[Any, 
     def cut(tensor: Tensor) -> Tensor:
         return tensor.narrow(axis, 0, 1) if tensor.dim() > axis and tensor.shape[axis] == size else tensor
 
-    return _mapped(args, cut), _mapped(kwargs, cut)
+    return map_tensors(args, cut), map_tensors(kwargs, cut)
 
 
 def _batch_axis(model: nn.Module, lead: Tensor, run: Callable[[], Any]) -> int | None:
@@ -242,28 +239,4 @@ def _single_precision(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _as_single(value: Any) -> Any:
-    return _mapped(value, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items: Sequence[Any] = ()
-    if isinstance(value, (tuple, list)):
-        items = value
-    elif isinstance(value, Mapping):
-        items = list(value.values())
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [_mapped(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
-    if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
+    return map_tensors(value, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t)

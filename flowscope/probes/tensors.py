@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from flowscope.discovery.nested import map_tensors, nested_tensors
 
 
 def first_tensor(value: Any, like: Tensor | None = None) -> Tensor | None:
@@ -17,7 +16,9 @@ def first_tensor(value: Any, like: Tensor | None = None) -> Tensor | None:
     arguments first). With `like`, a floating tensor of the same shape comes before it.
     """
     first = None
-    for tensor in _floating(value):
+    for tensor in nested_tensors(value):
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            continue
         if like is None or tensor.shape == like.shape:
             return tensor
         first = tensor if first is None else first
@@ -30,42 +31,4 @@ def replace_first(value: Any, new: Tensor, like: Tensor | None = None) -> Any:
     Every occurrence of that same tensor object is replaced: `attention(x, x, x)` has one hidden state, not three.
     """
     old = first_tensor(value, like)
-    return value if old is None else _replaced(value, old, new)
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.dim() >= 2:
-            yield value
-    else:
-        for _, item in _items(value):
-            yield from _floating(item)
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (tuple, list)):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return []
-
-
-def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
-    if value is old:
-        return new
-    items = [(key, item, _replaced(item, old, new)) for key, item in _items(value)]
-    if all(item is after for _, item, after in items):
-        return value
-    if isinstance(value, tuple):
-        after = [item for _, _, item in items]
-        return value._make(after) if hasattr(value, "_make") else tuple(after)
-    changed = copy.copy(value)
-    for key, _, item in items:
-        if isinstance(changed, (Mapping, list)):
-            changed[key] = item  # type: ignore[index]
-        else:
-            # not setattr: the dataclass may be frozen
-            object.__setattr__(changed, key, item)
-    return changed
+    return value if old is None else map_tensors(value, lambda tensor: new if tensor is old else tensor)
