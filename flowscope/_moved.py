@@ -10,7 +10,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, tuple[str, ...]] = {}
+MOVED: dict[str, tuple[str, ...]] = {
+    "flowscope.merging.options": (
+        "flowscope.merging.connection",
+        "flowscope.merging.modes",
+        "flowscope.merging.gates",
+        "flowscope.merging.streams",
+        "flowscope.merging.hyper",
+        "flowscope.merging.manifold",
+        "flowscope.merging.postln",
+    ),
+}
 """Old module -> the modules that hold its names now, asked in this order."""
 
 

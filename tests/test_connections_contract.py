@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext
-from flowscope.merging.modes import make_connection, preserves_output
-from flowscope.merging.options import MODES, mode_name, parse_options
+from flowscope.merging.modes import MODES, make_connection, parse_options, rule_of
 
 # torch's own code: forward-mode AD scripts its decompositions on first use, dynamo makes an instance of a Function
 pytestmark = [
@@ -59,7 +58,7 @@ def run(connections: nn.ModuleList, branches, x: Tensor) -> Tensor:
     for connection in connections:
         x, state = connection.begin(x)
         for site in range(connection.sites):
-            x, state = connection.merge(site, state, x, next(branch)(x))
+            x, state = connection.at_site(site, state, x, next(branch)(x))
         x = connection.end(x, state)
     return x
 
@@ -85,8 +84,9 @@ def test_output_at_the_start_is_the_plain_residual_exactly_where_promised(mode, 
     plain = x
     for f in fs:
         plain = plain + f(plain)
-    gap = (run(stack(mode, options, torch.float64), fs, x) - plain).abs().max().item()
-    if preserves_output(parse_options(mode, **options)):
+    connections = stack(mode, options, torch.float64)
+    gap = (run(connections, fs, x) - plain).abs().max().item()
+    if all(connection.keeps_output() for connection in connections):
         # mHC's read sums to 1 only to the rounding of fp32 initial values
         assert gap < (1e-5 if mode == "mhc" else 1e-13)
     else:
@@ -197,21 +197,23 @@ def test_post_norm_blocks_keep_their_output_and_change_of_all_streams(mode):
 
 def test_observer_sees_what_each_mode_names():
     expected = {
-        "residual": {"carry", "branch"},
-        "keel": {"carry", "branch", "gate_logit"},
-        "highway": {"carry", "branch", "gate_logit"},
-        "keel-postln": {"carry", "branch", "norm_input"},
-        "dhc": {"carry", "branch", "branch_input", "streams", "read", "residual_mix", "mixed", "write"},
+        "residual": set(),
+        "keel": {"gate_logit"},
+        "highway": {"gate_logit"},
+        "keel-postln": {"norm_input"},
+        "dhc": {"branch_input", "streams", "residual_mix", "write"},
     }
     expected["mhc"] = expected["dhc"]
     for mode, names in expected.items():
         connections, seen = stack(mode, {}), {}
         for connection in connections:
-            connection.observer = lambda site, name, tensor, seen=seen: seen.setdefault(name, []).append(tensor)
+            connection.observer = lambda site, name, tensor, _, seen=seen: seen.setdefault(name, []).append(tensor)
         run(connections, branches(), torch.randn(B, T, D))
+        assert len(seen.pop(None)) == BLOCKS * SITES  # once a site is done
         assert set(seen) == names
+        assert all(names >= set(connection.shown_at(site)) for connection in connections for site in range(SITES))
         count = BLOCKS * SITES - (2 if mode == "keel-postln" else 0)
-        assert len(seen.get("norm_input", seen["branch"])) == count
+        assert all(len(tensors) == count for tensors in seen.values())
         if mode in ("dhc", "mhc"):
             assert seen["residual_mix"][0].shape == (B * T, 4, 4)
 
@@ -228,10 +230,10 @@ def test_generators_and_static_parameters_split_all_parameters():
 
 
 def test_names_and_aliases():
-    assert {mode_name(name) for name in ("hyper", "HC", "hyper-connections", "hyper_connections", "dhc")} == {"dhc"}
-    assert mode_name("keel_postln") == "keel-postln"
+    assert {rule_of(name).mode for name in ("hyper", "HC", "hyper-connections", "hyper_connections", "dhc")} == {"dhc"}
+    assert rule_of("keel_postln").mode == "keel-postln"
     with pytest.raises(FlowscopeError, match="residual, keel, keel-postln, highway, shc, dhc, mhc, deepnorm"):
-        mode_name("kel")
+        rule_of("kel")
 
 
 def test_options_are_checked():

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from flowscope.merging.connection import ConnectionContext
-from flowscope.merging.modes import make_connection
-from flowscope.merging.options import parse_options
+from flowscope.merging.modes import make_connection, parse_options
 
 B, T, D = 3, 5, 8
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from flowscope.merging.connection import ConnectionContext
 from flowscope.merging.hyper import DynamicSite, StaticSite
-from flowscope.merging.modes import make_connection
-from flowscope.merging.options import parse_options
+from flowscope.merging.modes import make_connection, parse_options
 from flowscope.merging.streams import StreamConnection
 
 B, T, D, N = 3, 5, 8, 4
@@ -265,22 +264,22 @@ def test_one_pass_equals_the_plain_form(options):
 def test_an_observer_changes_no_bit(options):
     c, branches, x = shaken(connection("dhc", **options)), linears(2), torch.randn(B, T, D, dtype=torch.float64)
     bare, seen = gradients(c, branches, x), []
-    c.observer = lambda site, name, tensor: seen.append(name)
+    c.observer = lambda site, name, tensor, through: seen.append(name)
     for got, expected in zip(gradients(c, branches, x), bare, strict=True):
         assert torch.equal(got, expected)
-    assert seen.count("residual_mix") == seen.count("mixed") == 2
+    assert seen.count("residual_mix") == seen.count("write") == 2
 
 
 def test_a_gradient_reaches_what_probes_hook():
     c, branches, hooked = shaken(connection("dhc")), linears(2), []
 
-    def observe(site, name, tensor):
-        tensor.register_hook(lambda grad: hooked.append((site, name)))
+    def observe(site, name, tensor, through):
+        (tensor if through is None else through).register_hook(lambda grad: hooked.append((site, name)))
 
     c.observer = observe
     gradients(c, branches, torch.randn(B, T, D, dtype=torch.float64))
-    # the matrices of read and residual are made in one node with what they mix
-    names = ("streams", "branch_input", "mixed", "write", "carry", "branch")
+    # the residual mapping is made in one node with what it mixes, which is hooked in its place
+    names = ("streams", "branch_input", "residual_mix", "write")
     assert sorted(hooked) == sorted((site, name) for site in (0, 1) for name in names)
 
 

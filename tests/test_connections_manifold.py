@@ -10,8 +10,7 @@ from torch import nn
 
 from flowscope.merging.connection import ConnectionContext
 from flowscope.merging.manifold import sinkhorn
-from flowscope.merging.modes import make_connection
-from flowscope.merging.options import parse_options
+from flowscope.merging.modes import make_connection, parse_options
 
 # torch's own code: forward-mode AD scripts its decompositions on first use, dynamo makes an instance of a Function
 pytestmark = [
@@ -157,11 +156,12 @@ def test_equals_a_loop_over_positions():
 def test_starts_with_a_near_one_hot_read_and_unit_writes(n):
     seen = {}
     c = connection(3, streams=n)
-    c.observer = lambda site, name, tensor: seen.setdefault((site, name), tensor)
+    c.observer = lambda site, name, tensor, _: seen.setdefault((site, name), tensor)
     x, state = c.begin(torch.randn(B, T, D, dtype=torch.float64))
     for k in range(3):
         x, state = c.merge(k, state, x, x.sin())
-        read, write = seen[k, "read"][0, 0], seen[k, "write"][0, :, 0]
+        read = c.site[k](seen[k, "streams"].reshape(-1, n, D))[0][0, 0]
+        write = seen[k, "write"][0, :, 0]
         torch.testing.assert_close(read.sum().item(), 1.0, rtol=0, atol=1e-6)
         assert read[k % n].item() == pytest.approx(1.0 if n == 1 else 0.94, abs=1e-6)
         torch.testing.assert_close(write, torch.ones_like(write))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import ConnectionContext
-from flowscope.merging.modes import make_connection
-from flowscope.merging.options import parse_options
+from flowscope.merging.modes import make_connection, parse_options
 from flowscope.merging.postln import deepnorm_constants, deepnorm_init_, deepnorm_weights
 
 B, T, D, BLOCKS = 3, 5, 8, 3

@@ -26,7 +26,7 @@ THIRD_PARTIES = (
 ANY = {"numpy", "pydantic", "scipy"}
 WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
 PLAIN = {f"flowscope.{name}" for name in WORDS}
-WRAPPING = {"flowscope.discovery", "flowscope.merging"}
+WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
 MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
 CENTRE = ("observation", "snapshot", "sharing", "record_parts")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts

@@ -74,7 +74,7 @@ def capture(model: nn.Module, data: Batches) -> tuple[Captured, nn.Module]:
     twin, seen, offset = copy.deepcopy(model), defaultdict(list), 0
     for _, connection in connections(twin):
 
-        def observe(site: int, name: str, tensor: Tensor, first: int = offset) -> None:
+        def observe(site: int, name: str, tensor: Tensor, through: Tensor | None, first: int = offset) -> None:
             seen[first + site, name].append(tensor.detach().double())
 
         connection.observer = observe

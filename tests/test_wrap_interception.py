@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from wrap_models import D, T
 
 from flowscope.errors import FlowscopeError
-from flowscope.merging import wrapping
 from flowscope.merging.connection import Connection, State
 from flowscope.merging.weaving import WovenBlock
 from flowscope.merging.wrapping import connections, unwrap, wrap
@@ -25,6 +24,8 @@ CARRY, BRANCH = (0.5, 0.75), (3.0, 1.25)
 
 class Weighted(Connection):
     """`c_k x + b_k f`: tells carry from branch and one site from the other."""
+
+    mode = "weighted"
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         return weighted(site, x, f), state
@@ -92,12 +93,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def weighted_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`wrap(mode="residual")` makes `Weighted` connections."""
-    monkeypatch.setattr(wrapping, "make_connection", lambda mode, context, options: Weighted(context, options))
-
-
 def loss_and_gradients(model: nn.Module, call: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Loss, and the gradient of the input and of every parameter that is no connection's."""
     parameters = [p for name, p in model.named_parameters() if "connection" not in name]
@@ -107,7 +102,6 @@ def loss_and_gradients(model: nn.Module, call: Any, x: Tensor) -> tuple[Tensor, 
     return loss, list(torch.autograd.grad(loss, [x, *parameters]))
 
 
-@pytest.mark.usefixtures("weighted_connections")
 @pytest.mark.parametrize("way", ["tag", "mode"])
 @pytest.mark.parametrize(("block", "truth", "taggable"), CASES)
 def test_equal_to_the_formula_written_by_hand(block: Any, truth: Any, taggable: bool, way: str) -> None:
@@ -121,7 +115,7 @@ def test_equal_to_the_formula_written_by_hand(block: Any, truth: Any, taggable: 
         return model.head(x)
 
     expected, expected_gradients = loss_and_gradients(model, by_hand, x)
-    wrap(model, "residual", example_inputs=x)
+    wrap(model, Weighted, example_inputs=x)
     woven = [module for module in model.modules() if isinstance(module, WovenBlock)]
     assert [module.flowscope_rule.taggable for module in woven] == [taggable] * 2
     if way == "mode":
@@ -154,7 +148,6 @@ def test_residual_convnet_is_bitwise_the_original_in_training() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), model.buffers(), strict=True))
 
 
-@pytest.mark.usefixtures("weighted_connections")
 def test_alpha_weighs_the_branch_only() -> None:
     model, x = models.Stack(models.StatementBlock, 1), models.hidden_states()
     block = model.blocks[0]
@@ -162,7 +155,7 @@ def test_alpha_weighs_the_branch_only() -> None:
     expected = CARRY[1] * h + BRANCH[1] * 0.5 * block.b(h)
     model.stem = nn.Identity()
     model.head = nn.Identity()
-    wrap(model, "residual", example_inputs=x, where="blocks.*")
+    wrap(model, Weighted, example_inputs=x, where="blocks.*")
     torch.testing.assert_close(model(x), expected)
 
 

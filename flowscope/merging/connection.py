@@ -1,9 +1,26 @@
 """The rule at the merge sites of one block: its interface, and the plain residual that shares it.
 
+A rule is one class in one file; it answers for all that the package asks of it (the methods and class attributes of
+`Connection`), and `wrap(model, mode=TheRule)` takes it as it takes a built-in one. The least:
+
+    class LayerScale(Connection):
+        mode = "layer-scale"
+
+        class Options(ModeOptions):
+            init: float = 1e-4
+
+        def __init__(self, context, options):
+            super().__init__(context, options)
+            scales = [context.parameter(self.features, value=options.init) for _ in range(self.sites)]
+            self.scale = nn.ParameterList(scales)
+
+        def merge(self, site, state, x, f):
+            return x + self.features_back(self.features_last(f) * self.scale[site]), state
+
 A `Connection` serves one call of a block's forward. The weaving calls, in this order:
 
     x, state = connection.begin(x)                    # at block entry
-    x, state = connection.merge(0, state, x, f)       # instead of the block's own x + f, site by site
+    x, state = connection.at_site(0, state, x, f)     # instead of the block's own x + f, site by site: `merge`
     y = connection.end(y, state)                      # at block exit
 
 Everything is functional: what a call must remember is in `state` (None, a tensor, or a tuple of tensors), so the same
@@ -26,18 +43,38 @@ Axis letters: B batch, T positions (any number of axes), D features, S streams, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
-from flowscope.merging.options import ModeOptions
+from flowscope.merging.observed import NormInput, SiteSums
+from flowscope.probes.site_summaries import norm_factor
 
 State = Tensor | tuple[Tensor, ...] | None
 NormKind = Literal["pre", "post", "none"]
+
+
+class ModeOptions(BaseModel):
+    """Options of one rule; unknown names are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names that are taken."""
+        return [*cls.model_fields]
+
+
+class ResidualOptions(ModeOptions):
+    """`x + f`: nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +128,11 @@ class ConnectionContext:
         if not self.total_sites:
             object.__setattr__(self, "total_sites", self.blocks * self.sites)
 
+    def parameter(self, *shape: int, value: float = 0.0) -> nn.Parameter:
+        """Return a parameter filled with a value, of the block's dtype and on its device."""
+        place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return nn.Parameter(torch.full(shape, value, **place))
+
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which x's device does not autocast: the carry keeps the dtype a plain add would give it."""
@@ -111,24 +153,42 @@ def common_dtype(x: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
 class Connection(nn.Module):
     """The plain residual `x + f`, and the interface of every other rule (see the module's docstring).
 
-    The carry's factor per site, whose product over depth is `shortcut_product`, is 1 where no norm follows, else
-    gamma / rms(x + f), x + f observed as "norm_input".
-
     Attributes:
+        mode: the rule's name; `aliases` are accepted for it.
+        Options: what `wrap(mode=..., **options)` takes.
+        observed: {name: how it is summed} for what the rule shows by `observe` at each of its sites, added to what its
+            base declares; None takes a declaration of the base away. What is shown without being declared is an error.
+        constants: names of attributes with a number a site that are recorded as they are.
+        expands: whether what travels between the blocks has an axis of streams.
+        warmup: the articles' advice on how many times longer the warm-up is.
+        left_behind: what `unwrap` does not undo; "" for nothing.
         sites: merge sites of the block.
         bypass_outer: per site, whether the block's own norm after the add must be skipped.
         alpha: per site, the constant weight of the carry.
         streams: number of streams S that travel between blocks; 0: x itself travels.
-        observer: called as `observer(site, name, tensor)` for what a probe may want to see: "carry" (x) and "branch"
-            (f) at every site; more by mode, named in its class.
+        observer: called as `observer(site, name, tensor, through)` for what `observe` is given; `name` is None once all
+            of a site has been shown.
     """
 
-    is_flowscope_connection = True
-    mode = "residual"
-    streams: int = 0
-    observer: Callable[[int, str, Tensor], None] | None = None
+    mode: ClassVar[str] = "residual"
+    aliases: ClassVar[tuple[str, ...]] = ()
+    Options: ClassVar[type[ModeOptions]] = ResidualOptions
+    observed: ClassVar[Mapping[str, type[SiteSums] | None]] = {"norm_input": NormInput}
+    constants: ClassVar[tuple[str, ...]] = ()
+    expands: ClassVar[bool] = False
+    warmup: ClassVar[float] = 1.0
+    left_behind: ClassVar[str] = ""
 
-    def __init__(self, context: ConnectionContext, options: ModeOptions) -> None:
+    is_flowscope_connection = True
+    streams: int = 0
+    observer: Callable[..., None] | None = None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        declared = {**super(cls, cls).observed, **cls.observed}  # type: ignore[misc]
+        cls.observed = {name: sums for name, sums in declared.items() if sums is not None}
+
+    def __init__(self, context: ConnectionContext, options: Any) -> None:
         super().__init__()
         self.options = options
         self.features = context.features
@@ -143,36 +203,83 @@ class Connection(nn.Module):
         # A tuple in a tuple: the norms stay children of the block, under their own names.
         self.existing_norms = (context.outer_norms,)
 
+    # -- what a rule says of itself
+
+    @classmethod
+    def refusal(cls, block: BlockSites) -> str:
+        """Return why the rule cannot serve a block; "" where it can."""
+        return ""
+
+    def prepare(self, block: nn.Module) -> None:
+        """Change the block's own weights as the rule asks, once it is in its place."""
+
+    def keeps_output(self) -> bool:
+        """Whether the wrapped model computes at first what the plain one did; not, unless a rule says so."""
+        return type(self).merge is Connection.merge
+
+    @classmethod
+    def describe(cls, connections: Sequence[Any]) -> str:
+        """Return what the log of `wrap` says of the connections besides their number; "" for nothing."""
+        return ""
+
     def norm_after(self, site: int) -> nn.Module | None:
         """Return the norm that what `merge` made at a site goes through next, None where there is none."""
         return self.existing_norms[0][site]
+
+    def carry_factor(self, site: int, sums: Mapping[str, NDArray[np.float64]]) -> float | None:
+        """Return what the carry is multiplied by at a site, NaN where unseen; `shortcut_product` is their product.
+
+        Here alpha, times gamma / rms(z) where a norm follows, z the norm's input. None: the carry has several streams.
+
+        Args:
+            site: number in the block.
+            sums: of what was shown there in the step, by name; all 0 where it was not.
+        """
+        if self.norm_after(site) is not None:
+            return norm_factor(sums["norm_input"], self.alpha[site])
+        return 1.0 if self.norm_kinds[site] == "post" else self.alpha[site]  # a norm that is no module is not known
+
+    def shown_at(self, site: int) -> list[str]:
+        """Return the names of what is shown at a site: all that is declared, "norm_input" only where a norm follows."""
+        return [name for name in self.observed if name != "norm_input" or self.norm_after(site) is not None]
+
+    # -- one call of the block
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Return what the block's own code sees as x, and the state to carry."""
         return x, None
 
+    def at_site(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
+        """Merge, and show what the block's own norm is given next."""
+        y, state = self.merge(site, state, x, f)
+        if self.observer is not None:
+            if self.norm_kinds[site] == "post" and not self.bypass_outer[site] and "norm_input" in self.shown_at(site):
+                self.observe(site, "norm_input", y)
+            self.observer(site, None, y, None)
+        return y, state
+
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return what the block's code sees instead of `x + f` at this site, and the new state."""
-        self.observe_site(site, x, f)
-        y = x + f
-        if self.norm_kinds[site] == "post":
-            self.observe(site, "norm_input", y)
-        return y, state
+        return x + f, state
 
     def end(self, y: Tensor, state: State) -> Tensor:
         """Return what travels to the next block, from what the block's code returned."""
         return y
 
-    def observe(self, site: int, name: str, tensor: Tensor) -> None:
-        """Hand a tensor to the observer, if there is one."""
-        if self.observer is not None:
-            self.observer(site, name, tensor)
+    def observe(self, site: int, name: str, tensor: Tensor, through: Tensor | None = None) -> None:
+        """Show a tensor to the observer, if there is one; it is counted when its gradient arrives.
 
-    def observe_site(self, site: int, x: Tensor, f: Tensor) -> None:
-        """Hand the carry and the branch output of a site to the observer, if there is one."""
+        Args:
+            site: number in the block.
+            name: one of `observed`.
+            tensor: shown.
+            through: another tensor of the same call whose gradient is waited for instead (eager code only), where none
+                need reach the shown one itself.
+        """
         if self.observer is not None:
-            self.observer(site, "carry", x)
-            self.observer(site, "branch", f)
+            self.observer(site, name, tensor, through)
+
+    # -- parameters and axes
 
     def generator_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of what generates input-dependent coefficients: decayed, clipped more strictly."""

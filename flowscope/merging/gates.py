@@ -7,13 +7,44 @@ almost the bare branch (`highway`); sigmoid(-2) = .12 is mostly carry.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.merging.options import HighwayOptions, KeelOptions
+from flowscope.merging.connection import (
+    Connection,
+    ConnectionContext,
+    ModeOptions,
+    State,
+    common_dtype,
+    without_autocast,
+)
+from flowscope.merging.observed import GateLogit
+from flowscope.probes.site_summaries import highway_factor
+
+
+class KeelOptions(ModeOptions):
+    """`x + t*f`, t = sigmoid(W x + b)."""
+
+    init_bias: float | Literal["auto"] = Field(
+        "auto", description="+2 on pre-norm sites, -2 elsewhere; a number is obeyed"
+    )
+    gate: Literal["token", "feature"] = Field("token", description="one gate a position, or one a feature")
+    share_gate: Literal["site", "block"] = Field("site", description="one gate a site, or one for the block's sites")
+    preserve: bool = Field(False, description="divide t by its first value, so that the output is kept at the start")
+
+
+class HighwayOptions(ModeOptions):
+    """`t*f + (1 - t)*x`, t = sigmoid(W x + b)."""
+
+    init_bias: float = Field(-2.0, description="negative starts toward carry (Srivastava et al. 2015)")
+    gate: Literal["token", "feature"] = "feature"
 
 
 class Gate(nn.Module):
@@ -21,9 +52,8 @@ class Gate(nn.Module):
 
     def __init__(self, context: ConnectionContext, gates: int, bias: float) -> None:
         super().__init__()
-        place = {"dtype": context.dtype, "device": context.device}
-        self.generator = nn.Parameter(torch.zeros(gates, context.features, **place))  # type: ignore[arg-type]
-        self.bias = nn.Parameter(torch.full((gates,), bias, **place))  # type: ignore[arg-type]
+        self.generator = context.parameter(gates, context.features)
+        self.bias = context.parameter(gates, value=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logit of every position."""
@@ -31,25 +61,28 @@ class Gate(nn.Module):
 
 
 class GatedConnection(Connection):
-    """What `keel` and `highway` share: a gate a site (or one for the block), computed from the carry.
-
-    Observed besides carry and branch: "gate_logit" [..., 1 or D], feature axis last.
+    """What gated rules share: a gate a site (or one for the block), computed from the carry.
 
     Attributes:
         keep_gates: fill `gate_value` in every eager forward (it keeps an activation alive: off by default).
         gate_value: {site: last t}, detached, features last; None until asked for.
     """
 
+    observed: ClassVar = {"gate_logit": GateLogit, "norm_input": None}
+    warmup = 1.4
     keep_gates = False
 
-    def __init__(
-        self, context: ConnectionContext, options: KeelOptions | HighwayOptions, biases: tuple[float, ...]
-    ) -> None:
+    def __init__(self, context: ConnectionContext, options: Any, biases: tuple[float, ...]) -> None:
         super().__init__(context, options)
         width = 1 if options.gate == "token" else context.features
         self.init_biases = biases
         self.gates = nn.ModuleList(Gate(context, width, bias) for bias in biases)
         self.gate_value: dict[int, Tensor] | None = None
+
+    @classmethod
+    def describe(cls, connections: Sequence[Any]) -> str:
+        """Return the first biases of the gates."""
+        return f"gate bias {', '.join(f'{b:+g}' for b in sorted({b for c in connections for b in c.init_biases}))}"
 
     def logit(self, site: int, x: Tensor) -> Tensor:
         """Return W x + b of a site, [..., 1 or D], features last."""
@@ -79,6 +112,7 @@ class KeelConnection(GatedConnection):
     """
 
     mode = "keel"
+    Options = KeelOptions
     options: KeelOptions
 
     def __init__(self, context: ConnectionContext, options: KeelOptions) -> None:
@@ -87,9 +121,16 @@ class KeelConnection(GatedConnection):
         biases = auto if options.init_bias == "auto" else (float(options.init_bias),) * count
         super().__init__(context, options, biases)
 
+    def keeps_output(self) -> bool:
+        """With `preserve`."""
+        return self.options.preserve
+
+    def carry_factor(self, site: int, sums: Mapping[str, NDArray[np.float64]]) -> float:
+        """Return 1."""
+        return 1.0
+
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `x + t*f`."""
-        self.observe_site(site, x, f)
         with without_autocast(x):
             x, f = common_dtype(x, f)
             return torch.addcmul(x, self.branch_weight(site, self.transform(site, x)), f), state
@@ -106,13 +147,17 @@ class HighwayConnection(GatedConnection):
     """
 
     mode = "highway"
+    Options = HighwayOptions
 
     def __init__(self, context: ConnectionContext, options: HighwayOptions) -> None:
         super().__init__(context, options, (options.init_bias,) * context.sites)
 
+    def carry_factor(self, site: int, sums: Mapping[str, NDArray[np.float64]]) -> float:
+        """Return exp(mean log(1 - t))."""
+        return highway_factor(sums["gate_logit"])
+
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `x + t*(f - x)`."""
-        self.observe_site(site, x, f)
         with without_autocast(x):
             x, f = common_dtype(x, f)
             return torch.lerp(x, f, self.transform(site, x).expand_as(x)), state

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from flowscope.merging.connection import ConnectionContext
 from flowscope.merging.mixing import EPS, read_and_mix
-from flowscope.merging.options import HyperOptions, StaticHyperOptions
 from flowscope.merging.projection import project_normalised
-from flowscope.merging.streams import Coefficients, StreamConnection
+from flowscope.merging.streams import Coefficients, StreamConnection, StreamOptions
+
+
+class StaticHyperOptions(StreamOptions):
+    """Static hyper-connections."""
+
+    init: Literal["prenorm", "ramp", "alternate", "mixed", "sparse"] = "prenorm"
+    reduce: Literal["mean", "sum"] = "mean"
+    output_scale: bool = Field(False, description="start the write at 1/sqrt(n)")
+
+
+class HyperOptions(StaticHyperOptions):
+    """Dynamic hyper-connections."""
+
+    dynamic_scale_init: float = Field(0.01, description="first value of the scales s of the dynamic part")
+    tanh: bool = True
+    separate_scales: bool = Field(False, description="own scales for read, residual and write; else s_alpha and s_beta")
+    norm: Literal["layer", "layer_affine", "rms", "none"] = Field("layer", description="norm before the generator")
 
 
 class StaticSite(nn.Module):
@@ -38,14 +57,13 @@ class DynamicSite(StaticSite):
 
     def __init__(self, context: ConnectionContext, options: HyperOptions, index: int) -> None:
         super().__init__(context, options, index)
-        place = {"dtype": context.dtype, "device": context.device}
         self.tanh, self.norm, self.separate = options.tanh, options.norm, options.separate_scales
         count, d = (3 if options.separate_scales else 2), context.features
-        self.generator = nn.Parameter(torch.zeros(options.streams + 2, d, **place))  # type: ignore[arg-type]
-        self.scale = nn.Parameter(torch.full((count,), options.dynamic_scale_init, **place))  # type: ignore[arg-type]
+        self.generator = context.parameter(options.streams + 2, d)
+        self.scale = context.parameter(count, value=options.dynamic_scale_init)
         if options.norm == "layer_affine":
-            self.norm_weight = nn.Parameter(torch.ones(d, **place))  # type: ignore[arg-type]
-            self.norm_bias = nn.Parameter(torch.zeros(d, **place))  # type: ignore[arg-type]
+            self.norm_weight = context.parameter(d, value=1.0)
+            self.norm_bias = context.parameter(d)
 
     def forward(self, h: Tensor) -> Coefficients:
         """Return read [M, 1, S], residual [M, S, S], write [M, S, 1] from the streams h [M, S, D]."""
@@ -118,11 +136,18 @@ class StaticHyperConnection(StreamConnection):
     """
 
     mode = "shc"
+    Options = StaticHyperOptions
+    options: StaticHyperOptions
+    warmup = 1.3
 
     def __init__(self, context: ConnectionContext, options: StaticHyperOptions) -> None:
         super().__init__(context, options, options.streams, options.reduce)
         build = DynamicSite if isinstance(options, HyperOptions) else StaticSite
         self.site = nn.ModuleList(build(context, options, self.offset + k) for k in range(self.sites))  # type: ignore[arg-type]
+
+    def keeps_output(self) -> bool:
+        """Where streams are read one by one, mixed by I, written with 1 and averaged."""
+        return self.options.init == "prenorm" and self.options.reduce == "mean" and not self.options.output_scale
 
 
 class HyperConnection(StaticHyperConnection):
@@ -132,6 +157,9 @@ class HyperConnection(StaticHyperConnection):
     """
 
     mode = "dhc"
+    aliases = ("hyper", "hc", "hyper-connections")
+    Options = HyperOptions
+    warmup = 1.5
 
     def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
         module = self.site[site]

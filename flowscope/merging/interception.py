@@ -66,7 +66,7 @@ class BlockCall:
         here = x.shape
         if self.shape is not None and len(here) != len(self.shape):  # the block flattened its positions
             x, f = x.reshape(self.shape), f.reshape(self.shape)
-        y, self.state[0] = self.connection.merge(site, state, x, f)
+        y, self.state[0] = self.connection.at_site(site, state, x, f)
         self.fired[0] += 1
         if y.dim() != len(here):
             y = y.reshape(here)

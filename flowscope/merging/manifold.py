@@ -10,15 +10,22 @@ import math
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from flowscope.merging.connection import ConnectionContext
-from flowscope.merging.options import ManifoldOptions
 from flowscope.merging.projection import project_normalised
-from flowscope.merging.streams import Coefficients, StreamConnection
+from flowscope.merging.streams import Coefficients, StreamConnection, StreamOptions
 
 _EPS = 1e-20  # the paper's
 _HOT = 0.94  # first read of its own stream; the others share the rest (a uniform read is a saddle: nothing learns)
+
+
+class ManifoldOptions(StreamOptions):
+    """Manifold-constrained hyper-connections."""
+
+    iterations: int = Field(20, ge=1, description="Sinkhorn iterations")
+    init_diagonal: float = Field(2.0, description="first logit of the diagonal of the residual mapping (others 0)")
 
 
 def sinkhorn(logits: Tensor, iterations: int = 20) -> Tensor:
@@ -106,11 +113,10 @@ class ManifoldSite(nn.Module):
         super().__init__()
         n, self.iterations = options.streams, options.iterations
         self.streams = n
-        place = {"dtype": context.dtype, "device": context.device}
-        self.generator = nn.Parameter(torch.zeros((2 + n) * n, n * context.features, **place))  # type: ignore[arg-type]
+        self.generator = context.parameter((2 + n) * n, n * context.features)
         static = torch.cat([_first_read(n, index), torch.zeros(n), _diagonal(n, options)])
         self.static = nn.Parameter(static.to(dtype=context.dtype, device=context.device))
-        self.scale = nn.Parameter(torch.full((3,), 0.01, **place))  # type: ignore[arg-type]
+        self.scale = context.parameter(3, value=0.01)
 
     def forward(self, h: Tensor) -> Coefficients:
         """Return read, residual and write of every position from the streams h [M, S, D].
@@ -157,7 +163,13 @@ class ManifoldConnection(StreamConnection):
     """
 
     mode = "mhc"
+    Options = ManifoldOptions
+    warmup = 1.5
 
     def __init__(self, context: ConnectionContext, options: ManifoldOptions) -> None:
         super().__init__(context, options, options.streams, "mean")
         self.site = nn.ModuleList(ManifoldSite(context, options, self.offset + k) for k in range(context.sites))
+
+    def keeps_output(self) -> bool:
+        """Whatever the options."""
+        return True

@@ -1,57 +1,111 @@
-"""From a mode's name to the connection of a block."""
+"""From a mode (a name, or a rule's class) to the rule, its options, and the connection of a block."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection, ConnectionContext
+from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
 from flowscope.merging.gates import HighwayConnection, KeelConnection
 from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
 from flowscope.merging.manifold import ManifoldConnection
-from flowscope.merging.options import MODES, ModeOptions, mode_name, parse_options
 from flowscope.merging.postln import DeepNormConnection, KeelPostLNConnection
 
-_CLASSES: dict[str, Any] = {
-    connection.mode: connection
-    for connection in (
-        Connection,
-        KeelConnection,
-        KeelPostLNConnection,
-        HighwayConnection,
-        StaticHyperConnection,
-        HyperConnection,
-        ManifoldConnection,
-        DeepNormConnection,
-    )
-}
+Rule = type[Connection]
+BUILT_IN: tuple[Rule, ...] = (
+    Connection,
+    KeelConnection,
+    KeelPostLNConnection,
+    HighwayConnection,
+    StaticHyperConnection,
+    HyperConnection,
+    ManifoldConnection,
+    DeepNormConnection,
+)
+"""In the order of the documentation."""
+MODES: dict[str, Rule] = {rule.mode: rule for rule in BUILT_IN}
+"""Every rule that can be named: the built-in ones, and what `register` was given."""
 
 
-def make_connection(mode: str, context: ConnectionContext, options: ModeOptions | None = None) -> Connection:
+def register(rule: Rule) -> Rule:
+    """Let a rule from outside be named: `wrap(model, mode=rule.mode)`. Returns the class: it can stand as a decorator.
+
+    Raises:
+        FlowscopeError: no rule, or its name is a built-in's.
+    """
+    MODES[_own_name(rule)] = rule
+    return rule
+
+
+def rule_of(mode: Any) -> Rule:
+    """Return the rule of a mode: a class, or a name or alias (case and underscores do not matter).
+
+    Raises:
+        FlowscopeError: no such mode (the message lists them), or a class from outside that bears a built-in's name.
+    """
+    if isinstance(mode, type) and issubclass(mode, Connection):
+        if mode not in BUILT_IN:
+            _own_name(mode)
+        return mode
+    name = mode.strip().lower().replace("_", "-") if isinstance(mode, str) else None
+    for rule in MODES.values():
+        if name in (rule.mode, *rule.aliases):
+            return rule
+    raise FlowscopeError(f"wrap(mode=...): got {mode!r}, expected one of {', '.join(MODES)}, or a class of your own.")
+
+
+def _own_name(rule: Any) -> str:
+    if not (isinstance(rule, type) and issubclass(rule, Connection)):
+        raise FlowscopeError(f"register: got {rule!r}, expected a subclass of flowscope.merging.connection.Connection.")
+    taken = {name for built_in in BUILT_IN for name in (built_in.mode, *built_in.aliases)}
+    for name in (rule.mode, *rule.aliases):
+        if name in taken:
+            raise FlowscopeError(
+                f"wrap(mode={rule.__name__}): {name!r} is a built-in mode; give the class a `mode` of its own."
+            )
+    return rule.mode
+
+
+def parse_options(mode: str | Rule, **options: Any) -> ModeOptions:
+    """Return the checked options of a mode, defaults filled in.
+
+    Raises:
+        FlowscopeError: an unknown mode (lists the modes), an option the mode does not have (lists its own and says
+            which mode has it), or a value out of range.
+    """
+    rule = rule_of(mode)
+    known = rule.Options.names()
+    own = f"Options of {rule.mode}: {', '.join(known) or 'none'}."
+    for option in options:
+        if option not in known:
+            owners = [other.mode for other in MODES.values() if option in other.Options.names()]
+            hint = f" {option} is an option of mode {', '.join(owners)}." if owners else ""
+            raise FlowscopeError(f"wrap(mode={rule.mode!r}): unknown option {option!r}. {own}{hint}")
+    try:
+        return rule.Options(**options)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise FlowscopeError(f"wrap(mode={rule.mode!r}): {wrong}. {own}") from None
+
+
+def make_connection(mode: str | Rule, context: ConnectionContext, options: ModeOptions | None = None) -> Connection:
     """Return the connection of one block.
 
     Args:
-        mode: a name or alias of `MODES`.
+        mode: a name, an alias or a class.
         context: where the block stands in its flow.
         options: from `parse_options(mode, ...)`; None for the defaults.
 
     Raises:
         FlowscopeError: unknown mode, options of another mode, or a block this mode cannot serve.
     """
-    name = mode_name(mode)
-    options = options if options is not None else parse_options(name)
-    if type(options) is not MODES[name]:
+    rule = rule_of(mode)
+    options = options if options is not None else parse_options(rule)
+    if type(options) is not rule.Options:
         raise FlowscopeError(
-            f"make_connection(mode={name!r}): got {type(options).__name__}, expected {MODES[name].__name__}; "
-            f"make them with parse_options({name!r}, ...)."
+            f"make_connection(mode={rule.mode!r}): got {type(options).__name__}, expected {rule.Options.__name__}; "
+            f"make them with parse_options({rule.mode!r}, ...)."
         )
-    connection: Connection = _CLASSES[name](context, options)
-    return connection
-
-
-def preserves_output(options: ModeOptions) -> bool:
-    """Return whether a freshly wrapped model computes what the original did (design: "output kept at the start")."""
-    kept = {"residual": True, "mhc": True, "keel": getattr(options, "preserve", False)}
-    prenorm = getattr(options, "init", "") == "prenorm" and getattr(options, "reduce", "") == "mean"
-    name = next(mode for mode, model in MODES.items() if type(options) is model)
-    return bool(kept.get(name, prenorm and not getattr(options, "output_scale", False)))
+    return rule(context, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,19 +13,13 @@ from torch import nn
 
 from flowscope.discovery.sites import BlockSites, SitePlan
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import ConnectionContext, NormKind
+from flowscope.merging.connection import Connection, ConnectionContext, NormKind
 from flowscope.merging.interception import BlockRule
 
 
-def servable(plan: SitePlan, mode: str, streams: int) -> SitePlan:
-    """Return the plan without the blocks a mode cannot serve: streams of changing width, norms beside a projection."""
-    refused = {}
-    for block in plan.blocks:
-        sites = block.traced.sites
-        if streams and any(math.prod(site.shape) != math.prod(block.shape) for site in sites):
-            refused[block.path] = "the stream width changes between its sites"
-        if mode == "keel-postln" and any(site.kind == "projection" for site in sites):
-            refused[block.path] = "keel-postln has no place for a projection shortcut"
+def servable(plan: SitePlan, rule: type[Connection]) -> SitePlan:
+    """Return the plan without the blocks a rule cannot serve."""
+    refused = {block.path: reason for block in plan.blocks if (reason := rule.refusal(block))}
     kept = []
     for number, block in enumerate(plan.blocks):
         before = plan.blocks[number - 1].path in refused if number else True
@@ -36,7 +29,7 @@ def servable(plan: SitePlan, mode: str, streams: int) -> SitePlan:
     return SitePlan(tuple(kept), (*plan.refused, *refused.items()), plan.traced)
 
 
-def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
+def block_rule(model: nn.Module, block: BlockSites, expands: bool) -> BlockRule:
     """Return how the woven block finds its sites.
 
     Raises:
@@ -48,7 +41,7 @@ def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
         raise FlowscopeError(f"wrap: {block.path} already has attributes connection and flow_connection.")
     traced = block.traced
     rules = tuple(site.rule for site in traced.sites)
-    deferred = bool(streams) and rules[0].fresh
+    deferred = expands and rules[0].fresh
     position, name = argument_place(module, traced.argument)
     return BlockRule(
         rules=rules,
@@ -58,7 +51,7 @@ def block_rule(model: nn.Module, block: BlockSites, streams: int) -> BlockRule:
         child=child,
         taggable=block.taggable,
         deferred=deferred,
-        dims=0 if not streams or deferred else len(block.shape) + (not block.first),
+        dims=0 if not expands or deferred else len(block.shape) + (not block.first),
         path=block.path,
     )
 

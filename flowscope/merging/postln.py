@@ -5,14 +5,35 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.merging.options import DeepNormOptions, KeelPostLNOptions
+from flowscope.merging.connection import (
+    Connection,
+    ConnectionContext,
+    ModeOptions,
+    State,
+    common_dtype,
+    without_autocast,
+)
 
 _EPS = 1e-6
 _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer stay Pre-LN
+
+
+class KeelPostLNOptions(ModeOptions):
+    """`LN(alpha x + f(LN x))`."""
+
+    alpha: float | None = Field(None, gt=0, description="weight of the carry; None: the number of sub-layers")
+
+
+class DeepNormOptions(ModeOptions):
+    """`LN(alpha x + f)`, branch weights scaled by beta."""
+
+    alpha: float | None = Field(None, gt=0, description="weight of the carry; None: from the depth")
+    beta: float | None = Field(None, gt=0, description="Xavier gain of the branch weights; None: from the depth")
 
 
 class KeelPostLNConnection(Connection):
@@ -27,11 +48,14 @@ class KeelPostLNConnection(Connection):
       the block's code must skip it: `bypass_outer` is True there. At the first two sub-layers nobody applies it.
     - site without norm: both are new.
 
-    Observed besides carry and branch: "norm_input" z = alpha x + f, at the sites that have an outer norm. The carry's
-    factor is alpha * gamma / rms(z) there (gamma: the outer norm's weight) and 1 elsewhere.
+    The carry's factor is alpha * gamma / rms(z) at the sites that have an outer norm (gamma: its weight, z: its input,
+    alpha x + f) and 1 elsewhere.
     """
 
     mode = "keel-postln"
+    Options = KeelPostLNOptions
+    constants = ("alpha",)
+    warmup = 1.4
 
     def __init__(self, context: ConnectionContext, options: KeelPostLNOptions) -> None:
         super().__init__(context, options)
@@ -54,6 +78,12 @@ class KeelPostLNConnection(Connection):
             {str(k): _rms_norm(context) for k in range(self.sites) if self.outer_sites[k] and kinds[k] != "post"}
         )
 
+    @classmethod
+    def refusal(cls, block: BlockSites) -> str:
+        """A projection makes the carry after `begin` has given it to the first inner norm."""
+        projected = any(site.kind == "projection" for site in block.traced.sites)
+        return "keel-postln has no place for a projection shortcut" if projected else ""
+
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Return what the first branch sees (inner norm where it is ours), and x as the carry."""
         return self._seen(0, x), x
@@ -61,7 +91,6 @@ class KeelPostLNConnection(Connection):
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return what the next branch sees, and the new carry."""
         carry = state if self.inner_sites[site] and isinstance(state, Tensor) else x
-        self.observe_site(site, carry, f)
         with without_autocast(x):
             carry, f = common_dtype(carry, f)
             z = torch.add(f, carry, alpha=self.alpha[site])
@@ -100,11 +129,14 @@ class DeepNormConnection(Connection):
     """`alpha x + f`, which the block's own post-norm then normalises (DeepNet, Wang et al. 2022).
 
     On pre-norm blocks, or without norms, this is refused: `keel-postln` is the rule that converts those.
-    The weights are the caller's: `deepnorm_init_(block, connection.beta)`. The carry's factor is
-    alpha * gamma / rms(z), z = alpha x + f, observed as "norm_input".
+    The block's branch weights are drawn anew (`deepnorm_init_`). The carry's factor is alpha * gamma / rms(z), with
+    z = alpha x + f.
     """
 
     mode = "deepnorm"
+    Options = DeepNormOptions
+    constants = ("alpha",)
+    left_behind = "the branch weights deepnorm re-initialised stay as they are now"
 
     def __init__(self, context: ConnectionContext, options: DeepNormOptions) -> None:
         super().__init__(context, options)
@@ -121,12 +153,13 @@ class DeepNormConnection(Connection):
         self.beta = options.beta if options.beta is not None else side.beta
         self.alpha = (alpha,) * self.sites
 
+    def prepare(self, block: nn.Module) -> None:
+        """Draw the branch weights with gain beta."""
+        deepnorm_init_(block, self.beta)
+
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `alpha x + f`."""
-        self.observe_site(site, x, f)
-        z = torch.add(f, x, alpha=self.alpha[site])
-        self.observe(site, "norm_input", z)
-        return z, state
+        return torch.add(f, x, alpha=self.alpha[site]), state
 
 
 def _other(role: str) -> str:

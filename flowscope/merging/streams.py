@@ -7,16 +7,50 @@ read [M, 1, S], residual [M, S (to), S (from)], write [M, S, 1].
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection, ConnectionContext, State, common_dtype, without_autocast
-from flowscope.merging.options import ModeOptions
+from flowscope.merging.connection import (
+    Connection,
+    ConnectionContext,
+    ModeOptions,
+    State,
+    common_dtype,
+    without_autocast,
+)
+from flowscope.merging.observed import BranchInput, ResidualMix, Streams, Write
 
 Coefficients = tuple[Tensor, Tensor, Tensor]
+
+
+class StreamOptions(ModeOptions):
+    """Options of every rule with streams."""
+
+    streams: int = Field(4, ge=1, description="number of residual streams n (`expansion_rate` is accepted too)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expansion_rate(cls, values: Any) -> Any:  # pickles of 0.1 name it
+        if isinstance(values, dict) and "expansion_rate" in values:
+            if "streams" in values:
+                raise ValueError("streams and expansion_rate are the same option: give one")
+            values = dict(values)
+            values["streams"] = values.pop("expansion_rate")
+        return values
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names that are taken."""
+        return [*super().names(), "expansion_rate"]
 
 
 class StreamConnection(Connection):
@@ -28,11 +62,18 @@ class StreamConnection(Connection):
     kept at the start on post-norm blocks too.
 
     The state is (residual h [M, S, D], residual, write, what the block's code was given); after the last site
-    (streams, what it was given). Observed: "branch_input" (the read h0), "branch" f, "carry" (what the block's code
-    held), "streams" [B, T..., S, D] before the site, "read" [M, 1, S], "residual_mix" [M, S, S] (rows = output stream),
-    "mixed" [M, S, D] (residual h), "write" [M, S, 1]; M = 1 for static coefficients.
+    (streams, what it was given). Observed: "streams" [B, T..., S, D] before the site, "branch_input" (the read h0),
+    "residual_mix" [M, S, S] (rows = output stream), "write" [M, S, 1]; M = 1 for static coefficients.
     """
 
+    observed: ClassVar = {
+        "residual_mix": ResidualMix,
+        "write": Write,
+        "streams": Streams,
+        "branch_input": BranchInput,
+        "norm_input": None,
+    }
+    expands = True
     site: nn.ModuleList
 
     def __init__(
@@ -41,6 +82,15 @@ class StreamConnection(Connection):
         super().__init__(context, options)
         self.streams = streams
         self.reduction = reduce
+
+    @classmethod
+    def refusal(cls, block: BlockSites) -> str:
+        """Streams have one width."""
+        other = any(math.prod(site.shape) != math.prod(block.shape) for site in block.traced.sites)
+        return "the stream width changes between its sites" if other else ""
+
+    def carry_factor(self, site: int, sums: Mapping[str, NDArray[np.float64]]) -> None:
+        """None: "residual_mix" says it."""
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Expand at the first block; return the read of the first site and the state."""
@@ -58,7 +108,6 @@ class StreamConnection(Connection):
         """Write the branch into the streams; return the read of the next site (after the last one: see `end`)."""
         assert isinstance(state, tuple)
         mixed, residual, write, given = state
-        self.observe_site(site, x, f)
         with without_autocast(x):
             if x is not given:  # all streams change by the same: residual (h + change) = mixed + row sums * change
                 change = self._change(x, given).reshape(-1, 1, self.features)
@@ -91,12 +140,13 @@ class StreamConnection(Connection):
             streams = streams.view(*shape, self.streams, self.features)
             self.observe(site, "streams", streams)
             streams = streams.view(-1, self.streams, self.features)
-        h, mixed, (read, residual, write) = self._mix(site, streams)
+        h, mixed, (_, residual, write) = self._mix(site, streams)
         given = self.features_back(h.view(*shape, self.features))
         if self.observer is not None:
             self.observe(site, "branch_input", given)
-            for name, tensor in (("read", read), ("residual_mix", residual), ("mixed", mixed), ("write", write)):
-                self.observe(site, name, tensor)
+            # made in one node with what they mix, the matrices get no gradient of their own
+            self.observe(site, "residual_mix", residual, through=mixed)
+            self.observe(site, "write", write)
         return given, (mixed, residual, write, given)
 
     def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:

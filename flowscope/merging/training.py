@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection
-from flowscope.merging.options import mode_name
-
-# The articles say 30-50 % longer; where in that range is ours: the more a connection generates, the longer.
-_WARMUP = {"shc": 1.3, "keel": 1.4, "keel-postln": 1.4, "highway": 1.4, "dhc": 1.5, "mhc": 1.5}
+from flowscope.merging.modes import Rule, rule_of
 
 
 def param_groups(
@@ -81,18 +78,19 @@ def _connection_parameters(model: nn.Module) -> tuple[set[int], set[int]]:
     return generators, statics
 
 
-def warmup_steps(base: int, mode: str) -> int:
+def warmup_steps(base: int, mode: str | Rule) -> int:
     """Return the warm-up for a model wrapped in `mode`, from the `base` steps that its plain form uses.
 
-    The articles advise 30-50 % more; `shc` gets 30 %, the gated modes and `keel-postln` 40 %, `dhc` and `mhc` 50 %,
-    `residual` and `deepnorm`, which add nothing to learn, none. Rounded up.
+    The articles advise 30-50 % more; where in that range is ours: the more a connection generates, the longer. `shc`
+    gets 30 %, the gated modes and `keel-postln` 40 %, `dhc` and `mhc` 50 %, `residual` and `deepnorm`, which add
+    nothing to learn, none; a class of your own says it (`warmup`). Rounded up.
 
     Raises:
         FlowscopeError: an unknown mode, or a negative base.
     """
     if base < 0:
         raise FlowscopeError(f"warmup_steps(base=...): got {base}, expected a number of steps >= 0.")
-    return math.ceil(round(base * _WARMUP.get(mode_name(mode), 1.0), 6))
+    return math.ceil(round(base * rule_of(mode).warmup, 6))
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, dynamic_scale: float = 0.7) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import nn
 
 from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection, ConnectionContext
+from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
 from flowscope.merging.interception import BlockRule, run_block, run_child
-from flowscope.merging.options import ModeOptions
+from flowscope.merging.modes import Rule, make_connection
 
 logger = logging.getLogger("flowscope")
 
@@ -36,8 +36,7 @@ class Notice:
 class Recipe:
     """How a block's connection was made, to make it again with its initial values."""
 
-    factory: Callable[[str, ConnectionContext, ModeOptions], Connection]
-    mode: str
+    mode: str | Rule
     context: ConnectionContext
     options: ModeOptions
     seed: int
@@ -47,7 +46,7 @@ class Recipe:
         """Return the connection as it is at the start; the random state stays as it is."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
-            return self.factory(self.mode, self.context, self.options)
+            return make_connection(self.mode, self.context, self.options)
 
 
 class Woven:

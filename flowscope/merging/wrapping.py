@@ -17,12 +17,10 @@ from torch import nn
 
 from flowscope.discovery.sites import SitePlan, plan_sites, uncompiled
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection
+from flowscope.merging.connection import Connection, ModeOptions
 from flowscope.merging.idle import freeze_idle, thaw_idle
-from flowscope.merging.modes import make_connection, preserves_output
-from flowscope.merging.options import ModeOptions, mode_name, parse_options
+from flowscope.merging.modes import Rule, parse_options, rule_of
 from flowscope.merging.placement import block_rule, contexts, servable
-from flowscope.merging.postln import deepnorm_init_
 from flowscope.merging.stream_outputs import ReduceHiddenStates
 from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference
 from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
@@ -32,7 +30,7 @@ logger = logging.getLogger("flowscope")
 
 def wrap(
     model: nn.Module,
-    mode: str = "keel",
+    mode: str | Rule = "keel",
     *,
     optimizer: torch.optim.Optimizer | None = None,
     example_inputs: Any = None,
@@ -46,27 +44,27 @@ def wrap(
 
     Args:
         model: any module with repeated residual blocks.
-        mode: see `MODES`; hyphen or underscore.
+        mode: a name of `MODES` (hyphen or underscore), or a subclass of `Connection` of your own.
         optimizer: an existing optimizer gets the new parameters as groups (make its scheduler after that).
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments for one run of the model; without
             it transformers' `dummy_inputs` (also of the one transformers model inside), else each block is run alone
             and checked at the first forward.
         where: patterns of block paths to include; `*` matches anything.
-        **options: the mode's own.
+        **options: the mode's own (`Connection.Options`).
 
     Raises:
         FlowscopeError: an unknown mode or option, a model already wrapped or without residual merges, inputs it cannot
             be run on, a block this mode cannot serve. The model is then as it was.
     """
-    name = mode_name(mode)
-    settings = parse_options(name, **options)
+    rule = rule_of(mode)
+    settings = parse_options(rule, **options)
     if not isinstance(model, nn.Module):
         raise FlowscopeError(f"wrap(model): got {type(model).__name__}, expected a torch.nn.Module.")
     inner = uncompiled(model)
     if is_wrapped(inner):
         raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
     plan, trial = plan_sites(inner, example_inputs, where)
-    plan = servable(plan, name, streams_of(settings))
+    plan = servable(plan, rule)
     if not plan.blocks:
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in plan.refused[:5])
         raise FlowscopeError(
@@ -74,7 +72,7 @@ def wrap(
             "See flowscope.find_sites(model, example_inputs)."
         )
     try:
-        weave_plan(inner, plan, name, settings)
+        weave_plan(inner, plan, rule, settings)
         change = difference(trial.output, check_run(inner, plan, trial)) if trial is not None else None
         idle = freeze_idle(connection for _, connection in connections(inner))
         extend_optimizer(inner, optimizer)
@@ -84,12 +82,11 @@ def wrap(
         raise
     if trial is None:
         FirstForward.attach(inner, [block.path for block in plan.blocks])
-    if streams_of(settings):
+    if rule.expands:
         ReduceHiddenStates.attach(inner, {len(block.shape) for block in plan.blocks})
-    if name == "deepnorm":
-        for path, connection in connections(inner):
-            deepnorm_init_(inner.get_submodule(path.rpartition(".")[0]), cast(Any, connection).beta)
-    report(inner, plan, name, settings, optimizer, change, idle)
+    for path, connection in connections(inner):
+        connection.prepare(inner.get_submodule(path.rpartition(".")[0]))
+    report(inner, plan, optimizer, change, idle)
     return model
 
 
@@ -105,19 +102,19 @@ def unwrap(model: nn.Module) -> nn.Module:
     blocks = [module for module in inner.modules() if isinstance(module, WovenBlock)]
     if not blocks:
         raise FlowscopeError("unwrap: the model is not wrapped.")
-    recipe = blocks[0].flowscope_recipe
+    found = [connection for _, connection in connections(inner)]
     trained = [block for block in blocks if is_trained(block)]
-    lost = sum(p.numel() for _, c in connections(inner) for p in c.parameters())
+    lost = sum(p.numel() for c in found for p in c.parameters())
     unweave(inner)
     thaw_idle(inner)
     for module in inner.modules():
         for key, hook in list(module._forward_hooks.items()):
             if isinstance(hook, (ReduceHiddenStates, FirstForward, BlockRan)):
                 del module._forward_hooks[key]
-    if recipe.mode == "deepnorm":
-        logger.warning("unwrap: the branch weights deepnorm re-initialised stay as they are now")
-    if trained or not preserves_output(recipe.options):
-        why = f"{len(trained)} connections were trained" if trained else f"{recipe.mode} does not keep the output"
+    if found[0].left_behind:
+        logger.warning("unwrap: %s", found[0].left_behind)
+    if trained or not all(connection.keeps_output() for connection in found):
+        why = f"{len(trained)} connections were trained" if trained else f"{found[0].mode} does not keep the output"
         logger.warning("unwrap: %s; the model now computes x + f, %d connection parameters are lost", why, lost)
     return model
 
@@ -132,17 +129,12 @@ def connections(model: nn.Module) -> list[tuple[str, Connection]]:
     return [(path, module) for path, module in model.named_modules() if isinstance(module, Connection)]
 
 
-def streams_of(settings: ModeOptions) -> int:
-    """Return the number of streams that travel between the blocks; 0 where x itself does."""
-    return int(getattr(settings, "streams", 0))
-
-
-def weave_plan(model: nn.Module, plan: SitePlan, mode: str, settings: ModeOptions) -> None:
+def weave_plan(model: nn.Module, plan: SitePlan, rule: Rule, settings: ModeOptions) -> None:
     """Make the connections of a plan and put them in."""
     notice, seed = Notice(), torch.initial_seed()
     for number, (block, context) in enumerate(contexts(model, plan)):
-        recipe = Recipe(make_connection, mode, context, settings, (seed + number) % 2**63, notice)
-        weave(model, block, block_rule(model, block, streams_of(settings)), recipe)
+        recipe = Recipe(rule, context, settings, (seed + number) % 2**63, notice)
+        weave(model, block, block_rule(model, block, rule.expands), recipe)
 
 
 def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -179,22 +171,21 @@ def is_trained(block: WovenBlock) -> bool:
 def report(
     model: nn.Module,
     plan: SitePlan,
-    mode: str,
-    settings: ModeOptions,
     optimizer: torch.optim.Optimizer | None,
     change: float | None,
     idle: int = 0,
 ) -> None:
     """Log once what `wrap` did."""
-    added = sum(p.numel() for _, c in connections(model) for p in c.parameters())
-    kept = "kept" if preserves_output(settings) else "not kept"
+    found = [connection for _, connection in connections(model)]
+    added = sum(p.numel() for c in found for p in c.parameters())
+    kept = "kept" if all(connection.keeps_output() for connection in found) else "not kept"
+    described = found[0].describe(found)
     measured = "" if change is None else f" (measured: {change:.1e} relative)"
-    biases = sorted({b for _, c in connections(model) for b in getattr(c, "init_biases", ())})
     parts = [
-        f"wrap(mode={mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
+        f"wrap(mode={found[0].mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
         f"output at the start {kept}{measured}",
         *([f"{idle} norms of the model are unused and frozen"] if idle else []),
-        *([f"gate bias {', '.join(f'{b:+g}' for b in biases)}"] if biases else []),
+        *([described] if described else []),
         "the optimizer has the new parameters"
         if optimizer is not None
         else "an optimizer made before this does not have the new parameters (optimizer=...)",

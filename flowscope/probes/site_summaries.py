@@ -49,14 +49,14 @@ def _bucket_quantile(counts: Array, q: float) -> float:
     return float(-s.LOGIT_RANGE + width * (bucket + inside))
 
 
-def highway_factor(row: Array | None) -> float:
-    """The carry's factor of a highway gate: exp(mean log(1 - t))."""
-    return float(np.exp(row[4] / row[0])) if row is not None and row[0] > 0 else float("nan")
+def highway_factor(row: Array) -> float:
+    """The carry's factor of a highway gate, from `gate_sums`: exp(mean log(1 - t))."""
+    return float(np.exp(row[4] / row[0])) if row[0] > 0 else float("nan")
 
 
-def norm_factor(row: Array | None, alpha: float) -> float:
-    """The carry's factor at a norm after the add: alpha * gamma / rms(z), the geometric mean over positions."""
-    return float(alpha * np.exp(row[1] / row[0])) if row is not None and row[0] > 0 else float("nan")
+def norm_factor(row: Array, alpha: float) -> float:
+    """The carry's factor at a norm, from `norm_sums`: alpha * gamma / rms(z), the geometric mean over positions."""
+    return float(alpha * np.exp(row[1] / row[0])) if row[0] > 0 else float("nan")
 
 
 def shortcut_product(factors: Sequence[float]) -> Array:
