@@ -99,7 +99,7 @@ class PrometheusSink:
             metric, flow = split_key(key)
             if is_logged(key, record, self._metrics):
                 for stat, value in spread(array).items():
-                    self._set(metric, value, "over depth; flowscope docs/metrics.md", flow=flow or "", stat=stat)
+                    self._set(metric, value, record.spec(key).says or metric, flow=flow or "", stat=stat)
 
     def _set(self, name: str, value: float, words: str, **labels: str) -> None:
         labels |= self._labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_rows_say_whether_a_metric_belongs_to_a_flow() -> None:
 
 FROZEN = json.loads((Path(__file__).parent / "frozen_metrics.json").read_text())
 NAMES = sorted(FROZEN)
+COLLECTIONS = ast.Tuple | ast.List | ast.Set | ast.Dict
 CHARTED = [name for name, metric in METRICS.items() if metric.charted]
 
 
@@ -136,3 +138,20 @@ def test_the_header_of_a_run_has_the_spec_of_each_of_its_metrics() -> None:
 def test_the_tables_of_the_documentation_are_those_of_the_specs() -> None:
     text = metric_tables.FILE.read_text(encoding="utf-8")
     assert metric_tables.rendered(text) == text, "python -m benchmarks.metric_tables --write"
+
+
+def tables_in(tree: ast.Module) -> set[str]:
+    """The metrics that stand in a collection which a module or a class keeps."""
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    kept = [node.value for body in bodies for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    found = [part for value in kept if value for part in ast.walk(value) if isinstance(part, COLLECTIONS)]
+    return {n.value for part in found for n in ast.walk(part) if isinstance(n, ast.Constant)} & METRICS.keys()
+
+
+def test_only_what_measures_and_judges_keeps_tables_of_metrics() -> None:
+    package = Path(flowscope.__file__).parent
+    own = {"instruments", "detectors", "merging", "probes", "specs.py", "metrics.py"}
+    for path in sorted(package.rglob("*.py")):
+        if path.relative_to(package).parts[0] not in own and path.stem != "catalogue":
+            assert tables_in(ast.parse(path.read_text())) == set(), f"{path}: what is said of a metric is in its spec"
+    assert tables_in(ast.parse('class A:\n    B = frozenset({"gain": 1})')) == {"gain"}
