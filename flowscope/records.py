@@ -53,7 +53,18 @@ class FlowLayout:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Written once at the head of a run (and again when the layout changes): what its metrics and their rows are."""
+    """Written once at the head of a run (and again when the layout changes): what its metrics and their rows are.
+
+    Attributes:
+        version: of the flowscope that wrote it.
+        flows: the flows, in order.
+        labels: key of `Record.metrics` -> the paths of its rows.
+        config: the settings.
+        environment: versions of what the run was made with.
+        metrics: name -> what the metric means and how it is drawn; empty in runs of 0.1.
+        shown_by: kind of alert -> the metrics that show it, best first; empty in runs of 0.1.
+        extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
+    """
 
     version: str
     flows: tuple[FlowLayout, ...]
@@ -61,6 +72,8 @@ class RunHeader:
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    shown_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    extremes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
@@ -76,6 +89,8 @@ class RunHeader:
             "config": dict(self.config),
             "environment": dict(self.environment),
             "metrics": [metric.to_json() for metric in self.metrics.values()],
+            "shown_by": {kind: list(names) for kind, names in self.shown_by.items()},
+            "extremes": dict(self.extremes),
         }
 
     @classmethod
@@ -85,11 +100,12 @@ class RunHeader:
             FlowLayout(f["name"], f["kind"], tuple(f["points"]), tuple(f["blocks"]), f.get("cell", ""))
             for f in data.get("flows", ())
         )
-        labels = {key: tuple(value) for key, value in data.get("labels", {}).items()}
-        metrics = {metric["name"]: Metric.from_json(metric) for metric in data.get("metrics", ())}
-        return cls(
-            data.get("version", "?"), flows, labels, data.get("config", {}), data.get("environment", {}), metrics
+        labels, shown_by = (
+            {key: tuple(value) for key, value in data.get(name, {}).items()} for name in ("labels", "shown_by")
         )
+        metrics = {metric["name"]: Metric.from_json(metric) for metric in data.get("metrics", ())}
+        config, environment, extremes = (data.get(name, {}) for name in ("config", "environment", "extremes"))
+        return cls(data.get("version", "?"), flows, labels, config, environment, metrics, shown_by, extremes)
 
 
 @dataclass

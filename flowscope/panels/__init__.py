@@ -2,7 +2,6 @@
 
     plugin.py      the tab "Flow" (entry point `tensorboard_plugins`): reads a log folder through TensorBoard
     report.py      write_report(runs, path): one self-contained file
-    catalogue.py   what each metric means, on which scale it is drawn, which metric shows an alert
     series.py      a metric over depth and steps, made to fit a screen
     overview.py    what there is in a run, and what is wrong with it
     assets.py      the files of web/, served or inlined

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from flowscope.diagnosis import paired, story
-from flowscope.metrics import Metric, spec_of
-from flowscope.panels.catalogue import EXTREME, SHOWN_BY
+from flowscope.metrics import Metric, spec_of, told_by_0_1
 from flowscope.panels.series import Array, strict
 from flowscope.records import Alert, RunHeader, metric_key, split_key
 
 _RANK = {"error": 3, "warning": 2, "info": 1}
 DRAWN_BY = ("view", "scale", "shape", "band", "bounds", "fitted", "limits", "per_flow", "opens")
-"""What of a metric's spec the browser draws by."""
+SHOWN = ("formula", "unit", "source")
+"""What of a metric's spec the browser draws by, and what it shows."""
 FACTS = 5
 """How many flows the facts name."""
 
@@ -78,7 +78,7 @@ def _run_payload(run: RunView) -> dict[str, Any]:
 def present(spec: Metric, key: str, rows: int, first_flow: str) -> dict[str, Any]:
     """What the browser is told of the metric behind a key of `Record.metrics` with `rows` rows."""
     metric, flow = split_key(key)
-    drawn = {name: getattr(spec, name) for name in DRAWN_BY}
+    drawn = {name: getattr(spec, name) for name in (*DRAWN_BY, *SHOWN)}
     return {"key": key, "metric": metric, "flow": flow or first_flow, "rows": rows, "words": spec.says, **drawn}
 
 
@@ -98,11 +98,12 @@ def flows_of(run: RunView) -> list[dict[str, Any]]:
 def alert_spans(run: RunView) -> list[dict[str, Any]]:
     """Each raised alert with the step at which it was resolved (None: it stands), and the metric and row to look at."""
     spans: list[dict[str, Any]] = []
+    extremes = run.header.extremes if run.header and run.header.shown_by else told_by_0_1()["extremes"]
     for incident in paired(run.alerts):
         alert = incident.alert
         data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
         key, row = place(run, alert)
-        found = {"key": key, "row": row, "extreme": EXTREME.get(alert.kind)}
+        found = {"key": key, "row": row, "extreme": extremes.get(alert.kind)}
         spans.append({**data, "since": alert.since, "flow": alert.flow, "resolved": incident.resolved, **found})
     return spans
 
@@ -112,7 +113,8 @@ def place(run: RunView, alert: Alert) -> tuple[str | None, int | None]:
     first = run.header.flows[0].name if run.header and run.header.flows else alert.flow
     flow = None if alert.flow == first else alert.flow
     found: str | None = None
-    for metric in (*SHOWN_BY.get(alert.kind, ()), "gradient_product"):
+    shown_by = (run.header and run.header.shown_by) or told_by_0_1()["shown_by"]
+    for metric in (*shown_by.get(alert.kind, ()), "gradient_product"):
         for key in dict.fromkeys((metric_key(metric, flow), metric)):
             labels = run.labels.get(key)
             if labels is None:

@@ -190,10 +190,18 @@ export class App {
       this.parts.picture,
       el("h2", {}, this.metric.metric),
       el("p", { class: "words" }, this.metric.words),
+      ...this.definition(),
       colourBar(this.scale, legend),
       el("div", { class: "heats" }, ...figures),
       el("p", { class: "hint" }, "Input on top, one column a record. Point at a cell to read it (arrow keys do the same); click or Enter adds its step to the profiles below. A dot is an alert; a line leads to the worst place of its step."),
     );
+  }
+
+  /** How the metric is computed, in which unit, and who says so. */
+  definition() {
+    const { formula, unit, source } = this.metric;
+    const told = [formula, unit && `unit: ${unit}`, source].filter(Boolean).join("; ");
+    return told ? [el("p", { class: "formula" }, told)] : [];
   }
 
   /** Add a step to the profiles, or take it out again. */
