@@ -138,7 +138,7 @@ class Ranks:
                     "on every rank with the same arguments, before the first step)"
                 )
                 return
-            self._sharing = self.group.sharing(self._parameters(), device)
+            self._sharing = self.group.sharing(device)
             self._late_rows = self._longest_gap()
             self.joined = True
 
@@ -155,16 +155,6 @@ class Ranks:
         assert self.group is not None
         assert self._sharing is not None
         return self.group, self._sharing
-
-    def _fresh_sharing(self) -> Sharing:
-        """This rank's share, anew where parameters have come since."""
-        group, sharing = self._party()
-        parameters = self._parameters()
-        return sharing if len(parameters) == len(sharing.owned) else group.sharing(parameters, sharing.device)
-
-    def _parameters(self) -> list[Tensor | None]:
-        parameters = self._observation.parameters
-        return parameters.current() if parameters is not None else []
 
     def _device(self) -> torch.device:
         return next(self._observation.model.parameters()).device
@@ -285,7 +275,7 @@ class Ranks:
         self._compare_replicas(ended, self._exchange)
 
     def _own_parts(self, ended: EndedStep) -> list[Part]:
-        sharing = self._sharing = self._fresh_sharing()
+        _, sharing = self._party()
         own = [self._local_part(key, values) for key, values in self._locals.items()]
         return own + (ended.snapshot.parts(sharing, self._agreed) if ended.snapshot is not None else [])
 
@@ -293,8 +283,7 @@ class Ranks:
         """Agree on the parts that all ranks have in common."""
         group, sharing = self._party()
         self._handshakes -= 1
-        units = {probe.label for probe in self._observation.units.probes} if self._observation.units else set()
-        known = {n: s for n, s in self._agreed.items() if not n.startswith("units ") or n.split(" ")[1] in units}
+        known = {name: size for name, size in self._agreed.items() if self._observation.expects(name)}
         known.update({part.name: part.size for part in own})
         fixed = {part.name for part in own if part.fixed}
         self._agreed = parts_in_common(known, fixed, sharing.device, group.process_group)
@@ -383,18 +372,14 @@ class Ranks:
     def _compare_replicas(self, ended: EndedStep, exchange: Exchange) -> None:
         """Every `desync_every`-th sum: the largest and the least norm of each replicated parameter over the ranks."""
         group, sharing = self._party()
-        every, parameters = self._config.desync_every, self._observation.parameters
-        if parameters is None or not every or (self._entered - 1) % every:
+        every, replicated = self._config.desync_every, self._observation.replicated()
+        if replicated is None or not replicated.any() or not every or (self._entered - 1) % every:
             return
         device = sharing.device
-        norms = torch.zeros(len(parameters.names), dtype=wide(device), device=device)
+        norms = torch.zeros(len(replicated), dtype=wide(device), device=device)
         if ended.snapshot is not None:
-            read = self._observation.faults.guard("parts of ranks", ended.snapshot.weight_norms, device)
+            read = self._observation.faults.guard("parts of ranks", ended.snapshot.replicas, device)
             norms = norms if read is None else read
-        placements = [getattr(parameter, "placements", ()) for parameter in parameters.current()]
-        replicated = np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
-        if not replicated.any():
-            return
         exchange.extremes = Extremes(torch.cat([norms, -norms]), group.process_group)
         ended.rank_gap = partial(exchange.extremes.gap, replicated)
 

@@ -84,7 +84,7 @@ class Launch:
         _after(module.GradScaler, "__init__", self._scaler_made)
 
     def _optimizer_made(self, optimizer: Any) -> None:
-        from flowscope.probes.parameters import held_by
+        from flowscope.instruments.wiring import held_by
 
         for model in _roots(held_by(optimizer)):
             if not any(known() is model for known in self._models):

@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 )
 
 from flowscope.errors import FlowscopeError
+from flowscope.instruments.wiring import held_by
 from flowscope.probes.hooks import Hook, Hooks, in_backward
-from flowscope.probes.parameters import held_by
 
 
 class StepListener(Protocol):

@@ -31,11 +31,11 @@ from flowscope.distributed import Ranks
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.instruments import specs_of
+from flowscope.instruments.wiring import held_by
 from flowscope.losses import LateLoss
 from flowscope.optimizers import OptimizerClock
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
-from flowscope.probes.parameters import held_by
 from flowscope.probes.process_groups import is_first_process
 from flowscope.recorder import EndedStep, Recorder
 from flowscope.records import Alert, Record
@@ -133,6 +133,7 @@ class Scope:
             self._recorder.specs.update(specs_of(self._observation.instruments))
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
+            self._hooks.optimizers = self._clock_optimizers
             self._clock = OptimizerClock(model, given.optimizer, self, self._hooks)
             self._scaler = self._watch_scaler(given.scaler) if given.scaler is not None else None
         except BaseException:
@@ -423,8 +424,7 @@ class Scope:
     def step_failed(self) -> None:
         """The optimizer raised: what it was about to use is read again."""
         self._updating = False
-        if self._observation.parameters is not None:
-            self._observation.parameters.drop()
+        self._observation.update_failed()
 
     def foreign_step(self) -> None:
         """What is pending belongs to an optimizer that is not ours, unless ours steps before the next forward."""
@@ -437,7 +437,7 @@ class Scope:
     def joins(self, optimizer: Any) -> None:
         """An optimizer unknown so far steps right after the step's end: it belongs to that step."""
         if self._pending and self._pending[-1].snapshot is not None:
-            self._pending[-1].snapshot.join(optimizer, self._clock.optimizers)
+            self._pending[-1].snapshot.join(optimizer)
         # where optimizers step inside backward, the rest of that backward belongs to the step that ended
         self._observation.drop()
 

@@ -55,7 +55,7 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
 
 
 def _without_gradient(records: Sequence[Record]) -> list[str]:
-    held = [r for r in records if "param_grad_norm" in r.metrics]
+    held = [r for r in records if {"param_grad_norm", "param_trainable"} <= {*r.metrics}]
     if not held:
         return []
     never = np.all([np.isnan(r["param_grad_norm"]) & (r["param_trainable"] == 1) for r in held], axis=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from watch_models import B, Stack, close_to, data, loss_of, watched
 
-from flowscope.probes.raw_gradients import spread
+from flowscope.instruments.raw_gradients import spread
 
 
 def looked_at(model: nn.Module) -> list[nn.Parameter]:

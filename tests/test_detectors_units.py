@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import flowscope
-from flowscope.probes.units import UnitProbe
+from flowscope.instruments.units import UnitProbe
 from flowscope.records import Record, RunHeader
 
 FLOWS = (layout("encoder", 3), layout("decoder", 2))
@@ -131,13 +131,11 @@ def test_units_off_by_chance_in_small_batches_are_not_lasting():
     on[:, :20] = False  # a tenth is dead for good
     values = []
     for row in on:
-        probe.taken_positions = 1
-        values.append(probe.lasting(row.astype(float)))
+        values.append(probe.lasting(row.astype(float), 1))
     assert np.isnan(values[:31]).all()
     # .7^32 = 1e-5 of the others are off at all of 32 positions
     assert values[31:] == [0.1] * 33
-    probe.taken_positions = 32
-    assert probe.lasting(np.zeros(200)) == 1.0  # a step of 32 positions speaks for itself
+    assert probe.lasting(np.zeros(200), 32) == 1.0  # a step of 32 positions speaks for itself
 
 
 def alerts_of(model: nn.Module, lr: float, steps: int = 12) -> tuple[RunHeader, list]:

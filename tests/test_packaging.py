@@ -28,7 +28,7 @@ WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagno
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
 MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
-CENTRE = ("observation", "snapshot", "sharing", "record_parts")
+CENTRE = ("observation", "snapshot", "sharing", "record_parts", "passes")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),

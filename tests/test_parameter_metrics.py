@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from watch_models import Stack, close_to, data, loss_of, watched
 
-from flowscope.probes.weight_samples import WeightSamples
+from flowscope.instruments.weight_samples import WeightSamples
 from flowscope.records import Record
 
 

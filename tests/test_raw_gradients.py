@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from watch_models import Checkpointed, Stack, close_to, data, loss_of, watched
 
-from flowscope.probes.raw_gradients import FIRST_READS
+from flowscope.instruments.raw_gradients import FIRST_READS
 from flowscope.records import Record
 
 
@@ -227,7 +227,7 @@ def test_hooks_go_with_the_scope_and_are_not_in_copies() -> None:
 
 def test_a_fault_in_reading_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLOWSCOPE_STRICT", raising=False)
-    monkeypatch.setattr("flowscope.probes.raw_gradients.norms", lambda tensors: 1 / 0)
+    monkeypatch.setattr("flowscope.instruments.raw_gradients.norms", lambda tensors: 1 / 0)
     model = Stack(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope = watched(model, optimizer)

@@ -22,7 +22,8 @@ from watch_models import IN, OUT, B, Block, Checkpointed, D, Stack, T, close_to,
 
 import flowscope
 from flowscope.detectors.gradients import VanishingGradient
-from flowscope.probes import deposit, observation, parameters, through_time, units
+from flowscope.instruments import parameters, units, wiring
+from flowscope.probes import deposit, observation, through_time
 
 EVERYTHING = {"slow_every": 1, "metrics": ("flow", "depth", "parameters")}
 
@@ -239,14 +240,14 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "backward of a flow": (deposit.FlowObserver, "_deposit", "flow blocks"),
     "record of a flow": (observation.Snapshot, "_flow", "flow blocks"),
     "slow part of a flow": (observation.Snapshot, "_slow", "flow blocks"),
-    "forward of units": (units.UnitObserver, "_count", "units"),
+    "forward of units": (units.Units, "_count", "units"),
     "backward of units": (units.UnitProbe, "deposit", "units"),
-    "end of units": (units.UnitObserver, "take", "units"),
-    "weights before": (parameters.ParameterObserver, "before_step", "parameters"),
-    "gradients": (parameters.ParameterObserver, "read_gradients", "parameters"),
-    "weights after": (parameters.ParameterObserver, "after_step", "parameters"),
-    "parameters taken": (parameters.ParameterObserver, "take", "parameters"),
-    "parameters known": (parameters.ParameterObserver, "optimized", "parameters"),
+    "end of units": (units.Units, "take", "units"),
+    "weights before": (parameters.Parameters, "before_update", "parameters"),
+    "gradients": (parameters.Parameters, "read_gradients", "parameters"),
+    "weights after": (parameters.Parameters, "after_update", "parameters"),
+    "parameters taken": (parameters.Parameters, "take", "parameters"),
+    "parameters known": (wiring, "optimized", "wiring"),
     "a detector": (VanishingGradient, "findings", "detector vanishing_gradient"),
 }
 

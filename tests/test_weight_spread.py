@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from watch_models import Stack, close_to, data, loss_of, watched
 
-from flowscope.probes.weight_spread import ENTRIES, ROWS, sampled, spreads
+from flowscope.instruments.weight_spread import ENTRIES, ROWS, sampled, spreads
 
 
 def naive(weight: Tensor) -> float:

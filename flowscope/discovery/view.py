@@ -14,6 +14,7 @@ from torch import nn
 from flowscope.discovery.flows import plan_flows
 from flowscope.discovery.gates import GateCandidate, find_gates
 from flowscope.discovery.hyper_connections import KnownConnection, find_hyper_connections
+from flowscope.discovery.parameters import ParameterList
 from flowscope.discovery.plan import FlowPlan, display_path
 from flowscope.discovery.routers import Router, find_routers
 from flowscope.discovery.structure import (
@@ -118,6 +119,11 @@ class ModelView:
     def activations(self) -> list[tuple[str, nn.Module, str]]:
         """(path, module, kind) of what shows activations: see `activation_kind`."""
         return [(p, module, kind) for p, module in self.modules if (kind := activation_kind(module)) is not None]
+
+    @cached_property
+    def parameters(self) -> ParameterList:
+        """The parameters as they are now, by number and name."""
+        return ParameterList(self.tree)
 
     @cached_property
     def batch_norms(self) -> list[Named]:

@@ -15,14 +15,27 @@ from flowscope.errors import FlowscopeError
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.outputs import Outputs
+from flowscope.instruments.parameters import Parameters
 from flowscope.instruments.routing import Routing
 from flowscope.instruments.solvers import Solvers
+from flowscope.instruments.units import Units
+from flowscope.instruments.weight_spread import WeightSpread
+from flowscope.instruments.wiring import Wiring
 from flowscope.metrics import Metric
 from flowscope.specs import OTHERS
 
 __all__ = ["BUILT_IN", "METRICS", "Instrument", "Taken", "instruments_for", "specs_of"]
 
-BUILT_IN: tuple[type[Instrument], ...] = (NormGaps, Outputs, Routing, Solvers)
+BUILT_IN: tuple[type[Instrument], ...] = (
+    Parameters,
+    Wiring,
+    WeightSpread,
+    Units,
+    NormGaps,
+    Outputs,
+    Routing,
+    Solvers,
+)
 
 
 def specs_of(instruments: Iterable[Instrument | type[Instrument]]) -> dict[str, Metric]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,12 +40,16 @@ class Taken:
             the structure of the model. "vector": one tensor, which not every step has. "": not, each rank keeps its
             own. Or a function that makes the parts of the all-reduce vector: this rank's share, and the names and
             sizes the ranks are known to have in common -> parts; `read` then finds their sums where the parts put them.
+        joined: told of an optimizer that was found only after the step, and makes the rest of its update.
+        replicas: [N] numbers on a device, of which `Instrument.replicated` says which are the same on all ranks.
     """
 
     name: str
     tensors: list[Tensor]
     read: Callable[[RecordBuilder, list[Array]], None]
     adds_up: AddsUp = ""
+    joined: Callable[[Any], None] = lambda optimizer: None
+    replicas: Callable[[torch.device], Tensor] | None = None
 
 
 class Instrument:
@@ -76,8 +81,35 @@ class Instrument:
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Register what looks at the model. `hooks.switch` says whether a step is sampled, slow, paused."""
 
+    def begin_step(self) -> None:
+        """A sampled step begins."""
+
     def start_forward(self) -> None:
         """A training forward of the model begins."""
+
+    def scaled_by(self, scale: Tensor | float | None) -> None:
+        """What the loss was multiplied by in this step's backward; None where there is no scaler."""
+
+    def before_update(self, *, updating: bool) -> None:
+        """The first optimizer of the step is about to change the weights.
+
+        Args:
+            updating: False where no optimizer is known: they change some time until `after_update`.
+        """
+
+    def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
+        """An optimizer is about to use the gradients.
+
+        Args:
+            only: ids of its parameters; None for all.
+            scale: what the gradients are still multiplied by.
+        """
+
+    def after_update(self) -> None:
+        """The weights have changed."""
+
+    def update_failed(self) -> None:
+        """The optimizer raised: the step begins its update again."""
 
     def take(self) -> Taken | None:
         """What this step showed; starts again from nothing."""
@@ -90,6 +122,16 @@ class Instrument:
     def drop(self) -> None:
         """Forget all of it: it belongs to no step of ours."""
         self.discard()
+
+    # -- over ranks ----------------------------------------------------------------------------------------------------
+
+    def expects(self, part: str) -> bool:
+        """Whether a part of the all-reduce vector that the ranks once had in common may still come."""
+        del part
+        return True
+
+    def replicated(self) -> NDArray[np.bool_] | None:
+        """Which of `Taken.replicas` are the same on all ranks; None where nothing is compared."""
 
 
 def table_rows(parts: list[Array], columns: int) -> Array:

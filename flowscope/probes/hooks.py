@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class Switch:
         """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""
         self.stale = False
         """A foreign optimizer stepped: what is pending belongs to it unless our own optimizer steps next."""
+        self.left_gradients = False
+        """A backward of this step has left gradients in `.grad` (known where parameters are watched)."""
 
 
 ALWAYS = Switch(sampling=True)
@@ -157,6 +159,8 @@ class Hooks:
         self.faults = faults
         self.switch = Switch()
         """Of the scope's sampled steps."""
+        self.optimizers: Callable[[], Sequence[Any]] = lambda: ()
+        """Those known to hold parameters of the model, in the order they step."""
         self._handles: list[Any] = []
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
 

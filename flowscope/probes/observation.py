@@ -16,28 +16,36 @@ from flowscope.discovery.hyper_connections import by_flow
 from flowscope.discovery.view import ModelView
 from flowscope.faults import LOGGER
 from flowscope.instruments import Instrument, instruments_for
-from flowscope.probes import summaries
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
 from flowscope.probes.canary import Canary
-from flowscope.probes.carried_gradients import CarriedGradients
 from flowscope.probes.deposit import FlowObserver
 from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.parameters import ParameterObserver
 from flowscope.probes.passes import Before, Passes
-from flowscope.probes.raw_gradients import RawGradients
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
 from flowscope.probes.statistics import COLUMNS
 from flowscope.probes.through_time import TimeObserver
 from flowscope.probes.trajectories import TrajectoryObserver
-from flowscope.probes.units import RECTIFIED_SHARE, UnitObserver, UnitProbe
 
 Array = NDArray[np.float64]
+
+EVENTS = (
+    "begin_step",
+    "start_forward",
+    "scaled_by",
+    "before_update",
+    "read_gradients",
+    "after_update",
+    "update_failed",
+    "discard",
+    "drop",
+)
+"""Methods of `Instrument` that are told of what happens."""
 
 
 class Observation:
@@ -60,18 +68,17 @@ class Observation:
         self.times: list[TimeObserver] = []
         self.trajectories: list[TrajectoryObserver] = []
         of_parameters = "parameters" in config.metrics
-        self.parameters = ParameterObserver(model, config, self.switch, hooks) if of_parameters else None
-        self.units = UnitObserver(view, config, self.switch, hooks) if of_parameters else None
+        self.parameters = view.parameters
         self.instruments = instruments_for(view, config, instruments)
         for instrument in self.instruments:
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
-        self._first = True
+        self._hear = {event: self._hearing(event) for event in EVENTS}
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._warned: set[str] = set()
-        self.passes = Passes(model, self.switch, self.parameters.raw if self.parameters is not None else None)
+        self.passes = Passes(model, self.switch)
         self._aside: list[Tensor] = []
         """What passes of the first step deposited that left no gradient: inner ones of an attack or of a meta-learner,
         or parts of a step that never fills `.grad`."""
@@ -156,10 +163,7 @@ class Observation:
         self.on_forward()
         for flow in self.flows:
             flow.start_forward(training=True)
-        if self.units is not None:
-            self.units.start_forward()
-        for instrument in self.instruments:
-            self.faults.guard(instrument.fuse, instrument.start_forward)
+        self._tell("start_forward")
         parts: list[Any] = [*self.sites, *self.trajectories]
         for part in parts:
             part.start_forward()
@@ -185,8 +189,7 @@ class Observation:
     def _discard_deposits(self) -> None:
         """Forget what backward deposited, not what forwards in flight wait with."""
         self._drop_sums()
-        for instrument in self.instruments:
-            self.faults.guard(instrument.fuse, instrument.discard)
+        self._tell("discard")
         for site in self.sites:
             site.buffer.clear()
         for flow in self.flows:
@@ -199,8 +202,6 @@ class Observation:
         self.buffer.clear()
         if self.gates is not None:
             self.gates.buffer.clear()
-        if self.units is not None:
-            self.faults.guard("units", self.units.take)
         for trajectory in self.trajectories:
             trajectory.drop()
 
@@ -226,11 +227,8 @@ class Observation:
         if self.switch.sampling or sampling:
             self.drop()
         self.passes.begin_step(sampling=sampling, slow=slow)
-        if sampling and self.parameters is not None:
-            now = self.faults.guard("parameters", self.parameters.follow)
-            if now is not None:
-                self.faults.guard(RawGradients.PART, self.parameters.raw.follow, now)
-                self.faults.guard(CarriedGradients.PART, self.parameters.carried.follow, now)
+        if sampling:
+            self._tell("begin_step")
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
@@ -245,33 +243,51 @@ class Observation:
             site.forget()
         for alignment in self.alignments:
             alignment.take()
-        if self.units is not None:
-            self.units.end_step()
-        for instrument in self.instruments:
-            self.faults.guard(instrument.fuse, instrument.drop)
-        if self.parameters is not None:
-            self.parameters.drop()
+        self.parameters.let_go()
+        self._tell("drop")
 
     def scaled_by(self, scale: Tensor | float | None) -> None:
         """The loss scale of this step's backward, None where there is no scaler."""
-        if self.parameters is not None:
-            self.parameters.raw.scale = scale
+        self._tell("scaled_by", scale)
 
     def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""
-        if self.parameters is not None and self.faults.alive("parameters"):
-            self.faults.guard("parameters", partial(self.parameters.before_step, updating=updating))
+        self.faults.guard("parameter list", partial(self.parameters.hold, fixed=updating))
+        self._tell("before_update", updating=updating)
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Read the gradients that an optimizer (ids of its parameters), or all, will use."""
         self.passes.gradients_used()
-        if self.parameters is not None:
-            self.faults.guard("parameters", self.parameters.read_gradients, only, scale)
+        self._tell("read_gradients", only, scale)
 
     def after_update(self) -> None:
         """The weights have changed."""
-        if self.parameters is not None:
-            self.faults.guard("parameters", self.parameters.after_step)
+        self._tell("after_update")
+
+    def update_failed(self) -> None:
+        """The optimizer raised: what it was about to use is read again."""
+        self.parameters.let_go()
+        self._tell("update_failed")
+
+    def _hearing(self, event: str) -> list[tuple[str, Callable[..., None]]]:
+        """The instruments for which an event means something, with their methods."""
+        default = getattr(Instrument, event)
+        always = event in ("drop", "discard")
+        hearing = [i for i in self.instruments if always or getattr(type(i), event) is not default]
+        return [(instrument.fuse, getattr(instrument, event)) for instrument in hearing]
+
+    def _tell(self, event: str, *args: Any, **named: Any) -> None:
+        """Call a method of all instruments; a fault switches off that one alone."""
+        for fuse, method in self._hear[event]:
+            self.faults.guard(fuse, partial(method, *args, **named))
+
+    def expects(self, part: str) -> bool:
+        """Whether a part of the all-reduce vector that the ranks once had in common may still come."""
+        return all(instrument.expects(part) for instrument in self.instruments)
+
+    def replicated(self) -> NDArray[np.bool_] | None:
+        """Which of `Snapshot.replicas` are the same on all ranks; None where nothing is compared."""
+        return next((found for i in self.instruments if (found := i.replicated()) is not None), None)
 
     def close(self) -> None:
         """Take off what the model's hooks do not cover, and let go of everything."""
@@ -302,9 +318,3 @@ class Observation:
         """The rows of the step that ends; they are zero from here on."""
         aside, self._aside = self._aside, []
         return self.buffer.take() + ([] if self.passes.fills_grad else aside)
-
-    def first_record(self, vectors: dict[UnitProbe, Array]) -> None:
-        """After the first record: inputs that did not come from a rectifier are watched no further."""
-        if self._first and self.units is not None and vectors:
-            self._first = False
-            self.units.keep(lambda p: p in vectors and summaries.zero_share(vectors[p]) >= RECTIFIED_SHARE)

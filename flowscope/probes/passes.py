@@ -11,8 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from flowscope.instruments.raw_gradients import spread
 from flowscope.probes.hooks import Switch
-from flowscope.probes.raw_gradients import RawGradients, spread
 
 
 class Before(Enum):
@@ -31,11 +31,10 @@ class Passes:
     Args:
         model: the user's.
         switch: of the scope's hooks; set here, between steps.
-        raw: what is known of gradients at the end of backward, None where parameters are not watched.
     """
 
-    def __init__(self, model: nn.Module, switch: Switch, raw: RawGradients | None) -> None:
-        self._model, self._switch, self._raw = model, switch, raw
+    def __init__(self, model: nn.Module, switch: Switch) -> None:
+        self._model, self._switch = model, switch
         self.forwards = 0
         """Training forwards of the root since it was attached."""
         self._at_begin = 0
@@ -46,6 +45,8 @@ class Passes:
         """No step has shown yet whether it does."""
         self._used = False
         """An optimizer found gradients in this step (one that steps inside backward lets go of them)."""
+        self._some: list[Tensor] = []
+        """A few of the parameters as the step began."""
 
     def forward_begins(self) -> Before:
         """A training forward of the root begins."""
@@ -78,6 +79,9 @@ class Passes:
         self._at_begin = self.forwards
         self._switch.sampling, self._switch.slow = sampling, slow and sampling
         self._switch.stale = False
+        if sampling:
+            trainable = [(i, p) for i, p in enumerate(self._model.parameters()) if p.requires_grad]
+            self._some = [p for _, p in [*trainable[:1], *spread(trainable)]]
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
@@ -108,16 +112,15 @@ class Passes:
         So it is where an exception ended a step halfway and the loop went on with the next batch, and between the two
         passes of SAM. Gradients set to zero instead of None are only looked at on the host, the small ones first.
         """
-        fills = self.fills_grad or (self._raw is not None and self._raw.left_any)
-        return fills and self._holds_no_gradient()
+        return (self.fills_grad or self._switch.left_gradients) and self._holds_no_gradient()
 
     def _holds_no_gradient(self) -> bool:
         if not self._switch.sampling or self._switch.in_closure:
             return False
         held_now: list[Tensor] = list(self._model.parameters())
-        if not all(p.is_leaf for p in held_now) and self._raw is not None:
+        if not all(p.is_leaf for p in held_now):
             # weights that torch.func.functional_call has put in place for this forward
-            held_now = self._raw.watched
+            held_now = self._some
         trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
         if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
             return False

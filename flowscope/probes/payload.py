@@ -33,7 +33,8 @@ class Sharing:
         states: whether this rank's hidden states count (of ranks that hold the same ones, only the first's do).
         replicas: how many ranks' hidden states count: calls are those of one of them, on average.
         divisor: how often a rank's gradients are too large, because the gradients of all are averaged.
-        owned: which parameters count: those of which this rank holds a part that no rank before it holds.
+        first: whether this rank is the first of those that add up.
+        first_rank: that first one's global rank.
     """
 
     ranks: int
@@ -41,7 +42,8 @@ class Sharing:
     states: bool
     replicas: int
     divisor: float
-    owned: NDArray[np.bool_]
+    first: bool
+    first_rank: int
 
 
 @dataclass(frozen=True)

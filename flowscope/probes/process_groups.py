@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flowscope.probes.payload import Sharing
-from flowscope.probes.sharing import owned_by
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,9 @@ class Group:
         wrapper = self.wrapper() if self.wrapper is not None else None
         return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
-    def sharing(self, parameters: list[Tensor | None], device: torch.device) -> Sharing:
+    def sharing(self, device: torch.device) -> Sharing:
         """This rank's share in the sum."""
-        owned = owned_by(parameters, first=self.first, first_rank=self.first_rank)
-        return Sharing(self.size, device, self.states, self.replicas, self.averaged, owned)
+        return Sharing(self.size, device, self.states, self.replicas, self.averaged, self.first, self.first_rank)
 
 
 def several_processes() -> bool:

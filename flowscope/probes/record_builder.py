@@ -30,6 +30,10 @@ class RecordBuilder:
         """What is added from here on belongs to this flow, which was added before."""
         self._flow = None if self.layouts and self.layouts[0].name == flow else flow
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a metric was added that belongs to no flow."""
+        return name in self._record.metrics
+
     def values(self, name: str) -> Array:
         """A metric that was added."""
         return self._record.metrics[name]

@@ -16,16 +16,14 @@ from flowscope.probes import compiled, matrices, record_parts, summaries
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.known_streams import KnownStreams
-from flowscope.probes.parameters import ParameterObserver, held_by
-from flowscope.probes.payload import Part, Sharing, from_host
+from flowscope.probes.payload import Part, Sharing
 from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, wide
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE
 from flowscope.probes.through_time import TimeObserver
-from flowscope.probes.units import UnitProbe
-from flowscope.records import FlowLayout, Record, few
+from flowscope.records import FlowLayout, Record
 
 if TYPE_CHECKING:
     from flowscope.probes.observation import Observation
@@ -46,13 +44,6 @@ class Snapshot:
         """Whether its numbers are those of all ranks together."""
         self._tensors: list[Tensor] = []
         self._rows = self._keep(observation.take_rows())
-        self._scale = self._take_scale()
-        spreads = observation.parameters.spreads if observation.parameters else []
-        self._spreads = [(self._keep([vector]), numbers) for numbers, vector in spreads]
-        self._parameters = self._take_parameters()
-        units = observation.faults.guard("units", observation.units.take) if observation.units else None
-        self._units = [(self._keep([t]), p) for t, p in units or ()]
-        self._unit_positions = {p: p.taken_positions for _, p in units or ()}
         seen = [(i.fuse, observation.faults.guard(i.fuse, i.take)) for i in observation.instruments]
         self._taken: list[tuple[str, Taken, slice]] = [(f, t, self._keep(t.tensors)) for f, t in seen if t is not None]
         self._replays = [(time, self._keep(record_parts.tensors_of(r)), r.note) for time, r in replays]
@@ -69,14 +60,9 @@ class Snapshot:
         self._grams = {id(f): self._keep_all(f.grams) for f in observation.flows}
         self._slices = {id(f): self._keep_all(self._thinned(f.slices)) for f in observation.flows}
         self._forwards = observation.passes.of_step()
-        self._not_measured: list[int] = []
-        self._wiring: tuple[Array, Array, Array] | None = None
-        if observation.parameters is not None:
-            self._wiring = observation.faults.guard("parameters", self._take_wiring, optimizers)
-            observation.parameters.let_go()
+        observation.parameters.let_go()
         self._copy = HostCopy(self._tensors)
         self._replaced: dict[tuple[int, int], list[Array]] = {}
-        self._unseen_units: dict[UnitProbe, Array] = {}
 
     def parts(self, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
         """What of this step adds up over ranks; the sums take the place of this rank's own numbers.
@@ -94,59 +80,21 @@ class Snapshot:
             parts += make.table("gates", where, gates.buffer.columns)
         for _, taken, where in self._taken:
             parts += make.parts(taken, where, agreed)
-        if self._parameters is not None and observation.parameters is not None:
-            parts += make.parameters(*self._parameters, observation.parameters.entries())
-        probes = observation.units.probes if observation.units is not None else []
-        return parts + make.units(self._units, probes, agreed, self._unseen_units, self._unit_positions)
+        return parts
 
-    def _take_wiring(self, optimizers: Iterable[Any]) -> tuple[Array, Array, Array]:
-        parameters = self._observation.parameters
-        assert parameters is not None
-        return parameters.trainable(), parameters.optimized(optimizers), parameters.learning_rates(optimizers)
-
-    def join(self, optimizer: Any, optimizers: Iterable[Any]) -> None:
+    def join(self, optimizer: Any) -> None:
         """An optimizer found only now is about to make the second half of this step's update."""
-        parameters = self._observation.parameters
-        if parameters is None or self._wiring is None:
-            return
-        self._wiring = (self._wiring[0], parameters.optimized(optimizers), parameters.learning_rates(optimizers))
-        held = held_by(optimizer)
-        self._not_measured += [i for i, p in enumerate(parameters.current()) if id(p) in held]
+        for fuse, taken, _ in self._taken:
+            self._observation.faults.guard(fuse, taken.joined, optimizer)
 
     def local_flows(self) -> set[str]:
         """The flows of which only one call of this rank was measured: through time, replayed."""
         through_time = {name for time, *_ in self._replays for name in time.row_names()}
         return through_time | {trajectory.path for trajectory, _ in self._trajectories}
 
-    def weight_norms(self, device: torch.device) -> Tensor:
-        """[P] the norms of this rank's parameters before the step, 0 where not read."""
-        count = len(self._observation.parameters.names) if self._observation.parameters is not None else 0
-        norms = torch.zeros(count, dtype=wide(device), device=device)
-        if self._parameters is not None:
-            values, _, vectors = self._parameters
-            norms = norms + from_host(np.nan_to_num(values[0], posinf=np.inf), device)
-            for where, index in vectors:
-                rows = [at for at, (row, _) in enumerate(index) if row == 0]
-                places = torch.tensor([index[at][1] for at in rows], dtype=torch.long)
-                if rows:
-                    read = self._tensors[where.start].to(device, norms.dtype)
-                    norms.index_copy_(0, places.to(device), read[rows[0] : rows[-1] + 1])
-        return norms
-
-    def _take_scale(self) -> slice | float:
-        parameters = self._observation.parameters
-        scale = None if parameters is None else parameters.raw.scale
-        return self._keep([scale.reshape(1)]) if isinstance(scale, Tensor) else 1.0 if scale is None else scale
-
-    def _take_parameters(self) -> tuple[Array, NDArray[np.bool_], list[tuple[slice, list[tuple[int, int]]]]] | None:
-        observation = self._observation
-        if observation.parameters is None:
-            return None
-        taken = observation.faults.guard("parameters", observation.parameters.take)
-        if taken is None:
-            return None
-        values, read, vectors = taken
-        return values, read, [(self._keep([vector]), index) for vector, index in vectors]
+    def replicas(self, device: torch.device) -> Tensor | None:
+        """[N] what replicas of the model must have equal; `Observation.replicated` says which of it."""
+        return next((taken.replicas(device) for _, taken, _ in self._taken if taken.replicas is not None), None)
 
     @staticmethod
     def _thinned(slices: dict[PointKey, Tensor]) -> dict[PointKey, Tensor]:
@@ -181,11 +129,10 @@ class Snapshot:
             gates, where = self._gates
             self._observation.faults.guard(gates.PART, record_parts.add_gates, out, gates, host[where])
         out.family()
-        self._observation.faults.guard("parameters", self._parameter_family, out, host)
-        self._observation.faults.guard("records", self._never_fired, out, rows)
-        self._observation.faults.guard("units", self._unit_family, out, host)
         for fuse, taken, where in self._taken:
             self._observation.faults.guard(fuse, taken.read, out, host[where])
+        self._observation.faults.guard("records", self._never_fired, out, rows)
+        self._observation.faults.guard("sites", self._connection_gradients, out)
         return out.finish(), out.layouts
 
     def _flows(self, out: RecordBuilder, rows: Array, host: list[Array]) -> None:
@@ -250,13 +197,14 @@ class Snapshot:
 
     def _never_fired(self, out: RecordBuilder, rows: Array) -> None:
         """Say so where a flow trained without one of its hooks being called."""
-        if self._observation.parameters is None or self._parameters is None:
+        if "param_grad_norm" not in out:
             return
         for flow in self._observation.flows:
             picked, calls = self._picked(flow, self._points[id(flow)], rows)
             if picked[:, ELEMENTS].any() or calls.any():
                 continue
-            names, norms = self._observation.parameters.names, out.values("param_grad_norm")
+            norms = out.values("param_grad_norm")
+            names = self._observation.parameters.names[: len(norms)]
             if compiled.got_gradient(flow.paths, names, norms):
                 sentence = compiled.NEVER_FIRED.format(flow=flow.flow.name)
                 out.note(sentence)
@@ -292,62 +240,12 @@ class Snapshot:
             matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
             out.add("cosine_matrix", matrix, [label for _, label in shown])
 
-    def _parameter_family(self, out: RecordBuilder, host: list[Array]) -> None:
-        observation = self._observation
-        if observation.parameters is not None and self._wiring is not None and self._parameters is not None:
-            values, sampled, vectors = self._parameters
-            # parameters found since this step stand behind its own
-            count = values.shape[1]
-            names = observation.parameters.names[:count]
-            if late := observation.parameters.added:
-                out.note(f"came after watch, so their activations are not watched: {few(late)}")
-            for where, index in vectors if not self.shared else ():
-                values[tuple(np.array(index).T)] = host[where][0]
-            for row in (2, 4):
-                values[row, self._not_measured] = np.nan
-                sampled[row, self._not_measured] = False
-            scale = host[self._scale][0][0] if isinstance(self._scale, slice) else self._scale
-            values[5] /= scale
-            metrics = summaries.parameter_metrics(values, sampled)
-            observation.parameters.raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
-            for name, array in metrics.items():
-                out.add(name, array, names if len(array) == len(names) else ("",))
-            for name, array in zip(WIRING, self._wiring, strict=True):
-                out.add(name, array, names)
-            out.add("param_is_norm", observation.parameters.is_norm[:count], names)
-            out.add("param_epsilon", observation.parameters.epsilons()[:count], names)
-            if self._spreads:
-                _weight_spread(out, observation.parameters, [(i, host[where][0]) for where, i in self._spreads])
-            norms = dict(zip(names, out.values("param_grad_norm"), strict=True)) if self._sites else {}
-            for site, _ in self._sites:
-                out.within(site.flow)
-                for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
-                    out.add(name, array, labels)
-            out.family()
-
-    def _unit_family(self, out: RecordBuilder, host: list[Array]) -> None:
-        observation = self._observation
-        taken = {**{probe: host[where][0] for where, probe in self._units}, **self._unseen_units}
-        vectors = {probe: probe.vector(counted) for probe, counted in taken.items()}
-        observation.first_record(vectors)
-        watched = observation.units.probes if observation.units is not None else []
-        vectors = {p: v for p, v in vectors.items() if p in watched}
-        metrics, labels = summaries.unit_metrics(
-            {p.label: v for p, v in vectors.items()}, {p.label: p.kind for p in vectors}
-        )
-        for name, array in metrics.items():
-            out.add(name, array, labels[name])
-        if "dead_fraction" in metrics:
-            by_label = {p.label: p for p in vectors}
-            for probe, positions in self._unit_positions.items():
-                probe.taken_positions = positions  # the next step's may have been taken since
-            dead = [by_label[label] for label in labels["dead_fraction"]]
-            lasting = np.array([p.lasting(vectors[p][2:]) for p in dead])
-            out.add("dead_lasting", lasting, labels["dead_fraction"])
-
-
-def _weight_spread(out: RecordBuilder, parameters: ParameterObserver, vectors: list[tuple[list[int], Array]]) -> None:
-    spread = np.full(len(parameters.names), np.nan)
-    for numbers, vector in vectors:
-        spread[numbers] = vector
-    out.add("weight_spread", spread[parameters.matrices], [parameters.names[i] for i in parameters.matrices])
+    def _connection_gradients(self, out: RecordBuilder) -> None:
+        if "param_grad_norm" not in out:
+            return
+        norms = dict(zip(self._observation.parameters.names, out.values("param_grad_norm"), strict=False))
+        for site, _ in self._sites:
+            out.within(site.flow)
+            for name, (array, labels) in grad_norms(site.gradient_groups(), norms).items():
+                out.add(name, array, labels)
+        out.family()

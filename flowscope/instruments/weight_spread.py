@@ -8,9 +8,19 @@ Axis letters: M matrices, R sampled rows, K sampled entries of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from flowscope.discovery.parameters import rows
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes.hooks import Hooks
+from flowscope.probes.payload import local
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import at_least_single, real
 
 ROWS = 64
@@ -22,6 +32,51 @@ NEGLIGIBLE = 1e-5
 """A gradient this far below the largest may be rounding alone: equal classes of a softmax cancel to it."""
 UNRELATED = 0.5
 """Rows of a gradient this far apart are on their way to different functions; random biases alone part them by less."""
+
+
+class WeightSpread(Instrument):
+    """The weight matrices of a model, on the slow schedule."""
+
+    name = "weight_spread"
+
+    def __init__(self) -> None:
+        self._found: list[tuple[list[int], Tensor]] = []
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Nothing of the model is called."""
+        self._parameters, self._switch = view.parameters, hooks.switch
+
+    @torch.no_grad()
+    def before_update(self, *, updating: bool) -> None:
+        """Compare the rows."""
+        del updating
+        if not self._switch.slow:
+            return
+        now = self._parameters.current()
+        trained = {i: p for i in self._parameters.matrices if (p := now[i]) is not None and p.requires_grad}
+        held = {i: weight for i, p in trained.items() if rows(weight := local(p))}
+        gradients = {i: local(p.grad) for i, p in trained.items() if i in held and p.grad is not None}
+        self._found = spreads(held, gradients)
+
+    def take(self) -> Taken | None:
+        """[M] of matrices that are alike, and which they are."""
+        found, self._found = self._found, []
+        numbers = [numbers for numbers, _ in found]
+        return Taken(self.name, [vector for _, vector in found], partial(self._read, numbers)) if found else None
+
+    def discard(self) -> None:
+        """Nothing was deposited on backward."""
+
+    def drop(self) -> None:
+        """Forget what was compared."""
+        self._found = []
+
+    def _read(self, numbers: Sequence[list[int]], out: RecordBuilder, parts: list[Array]) -> None:
+        names, matrices = self._parameters.names, self._parameters.matrices
+        spread = np.full(len(names), np.nan)
+        for where, vector in zip(numbers, parts, strict=True):
+            spread[where] = vector
+        out.add("weight_spread", spread[matrices], [names[i] for i in matrices])
 
 
 def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = None) -> list[tuple[list[int], Tensor]]:

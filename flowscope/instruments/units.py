@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,20 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
-from flowscope.probes.payload import local
+from flowscope.probes.payload import Part, Sharing, flat, local, pack, packed_size, unpack
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import feature_last, spaced, wide
 
 SMOOTH_ZERO = 1e-5
 """GELU and SiLU never reach zero: a unit that stays below this is off (TheDeepChecker's limit)."""
 RECTIFIED_SHARE = 0.05
 """An input with fewer exact zeros than this did not come from a rectifier, and is not watched further."""
-SUMMED = ("tanh", "sigmoid", "input")
+BOUNDED = ("sigmoid", "tanh")
+"""Kinds that saturate; units of the others are dead."""
+SUMMED = (*BOUNDED, "input")
 """Kinds that also count single values: saturated, or exactly zero."""
 PLACES = 16
 """Up to so many calls of an activation in one forward are places of their own, more are a loop."""
@@ -112,17 +116,18 @@ class UnitProbe:
         units = units.to(wide(units.device))
         return units if sums is None else torch.cat([sums, units])
 
-    def vector(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
+    def vector(self, taken: Array) -> Array:
         """Return [saturated or zero, size, on per unit...] from what `take` gave; 0, 0 where only units are counted."""
         return taken if self.kind in SUMMED else np.concatenate([[0.0, 0.0], taken])
 
-    def lasting(self, on: NDArray[np.float64]) -> float:
+    def lasting(self, on: Array, positions: int) -> float:
         """The share of units that were off at each of the last 32 positions or more; NaN until so many were seen.
 
         Args:
             on: a record's counts per unit, in the order of the records.
+            positions: at how many positions they were counted.
         """
-        seen, positions = on > 0, self.taken_positions
+        seen = on > 0
         if self._window is not None and self._window[0].shape == seen.shape:
             seen, positions = seen | self._window[0], positions + self._window[1]
         self._window = (seen, positions)
@@ -131,27 +136,36 @@ class UnitProbe:
         return self._lasting
 
 
-class UnitObserver:
+class Units(Instrument):
     """Dead and saturated units of every activation module (and of rectified inputs) of a model."""
 
-    PART = "units"
+    name = "units"
 
-    def __init__(self, view: ModelView, config: WatchConfig, switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._hooks = switch, hooks
-        self._units, self._positions = config.units, config.positions
-        self.probes: list[UnitProbe] = []
+    def __init__(self, units: int, positions: int) -> None:
+        self._units, self._positions = units, positions
+        self._probes: list[UnitProbe] = []
         self._counted: dict[int, weakref.ref[Tensor]] = {}
+        self._first = True
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One."""
+        return [cls(config.units, config.positions)]
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what activations return, and at what layers with weights are given."""
+        self._switch, self._hooks = hooks.switch, hooks
         readers: dict[int, AxisReader] = {}
         for path, module, kind in view.activations:
             parent = view.model.get_submodule(path.rpartition(".")[0])
             reader = readers.setdefault(id(parent), AxisReader.of(parent))
             if kind != "input":
                 probe = UnitProbe(display_path(path), kind)
-                probe.handle = hooks.after(module, self.PART, partial(self._after, probe, reader), switch)
+                probe.handle = hooks.after(module, self.fuse, partial(self._after, probe, reader), hooks.switch)
             else:
                 probe = UnitProbe(f"{display_path(path)}:input", kind)
-                probe.handle = hooks.before(module, self.PART, partial(self._before, probe, reader), switch)
-            self.probes.append(probe)
+                probe.handle = hooks.before(module, self.fuse, partial(self._before, probe, reader), hooks.switch)
+            self._probes.append(probe)
 
     def _after(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
         if not self._switch.paused and not is_compiling():
@@ -188,32 +202,122 @@ class UnitObserver:
         key = (min(probe.calls, PLACES), found.numel())
         probe.calls += 1
         deposit = partial(probe.deposit, key, found, sums, states.shape[0] * states.shape[1])
-        self._hooks.on_gradient(x, self.PART, deposit, (probe.label, key[0]))
+        self._hooks.on_gradient(x, self.fuse, deposit, (probe.label, key[0]))
 
     def start_forward(self) -> None:
         """The root's forward begins: calls are counted from 0 again."""
-        for probe in self.probes:
+        for probe in self._probes:
             probe.calls = 0
 
-    def end_step(self) -> None:
-        """Forget which tensors were counted."""
+    def take(self) -> Taken:
+        """What the probes that saw a gradient counted (`UnitProbe.vector` reads it)."""
+        settle(self._probes)
+        vectors = {probe: vector for probe in self._probes if probe.on and (vector := probe.take()) is not None}
+        counted = Counted(vectors, self._probes)
+        return Taken(self.name, list(vectors.values()), partial(self._read, counted), counted.parts)
+
+    def discard(self) -> None:
+        """Forget what was counted."""
+        self.take()
+
+    def drop(self) -> None:
+        """Forget also which tensors were looked at."""
+        self.discard()
         self._counted.clear()
 
-    def take(self) -> list[tuple[Tensor, UnitProbe]]:
-        """Return what the probes that saw a gradient counted (`UnitProbe.vector` reads it), and start again."""
-        settle(self.probes)
-        taken = []
-        for probe in self.probes:
-            if probe.on and (vector := probe.take()) is not None:
-                taken.append((vector, probe))
-        return taken
+    def expects(self, part: str) -> bool:
+        """Not the units of inputs that are watched no further."""
+        kind, _, rest = part.partition(" ")
+        return kind != self.name or rest.rpartition(" ")[0] in {probe.label for probe in self._probes}
 
-    def keep(self, rectified: Callable[[UnitProbe], bool]) -> None:
-        """Switch off the input probes that `rectified` denies (decided on the host from the first record)."""
-        for probe in list(self.probes):
-            if probe.kind == "input" and not rectified(probe):
+    def _read(self, counted: Counted, out: RecordBuilder, parts: list[Array]) -> None:
+        vectors = {probe: probe.vector(counts) for probe, counts in counted.of_all_ranks(parts).items()}
+        if self._first and vectors:
+            self._first = False
+            self._leave_unrectified(vectors)
+        vectors = {probe: vector for probe, vector in vectors.items() if probe in self._probes}
+        dead = {probe: vector[2:] for probe, vector in vectors.items() if probe.kind not in BOUNDED}
+        bounded = {probe: vector for probe, vector in vectors.items() if probe.kind in BOUNDED}
+        labels = [probe.label for probe in dead]
+        if dead:
+            out.add("dead_fraction", np.array([_off_share(on) for on in dead.values()]), labels)
+        if bounded:
+            shares = np.array([vector[0] / vector[1] for vector in bounded.values()])
+            out.add("saturation", shares, [probe.label for probe in bounded])
+        if dead:
+            lasting = [probe.lasting(on, counted.positions.get(probe, 0)) for probe, on in dead.items()]
+            out.add("dead_lasting", np.array(lasting), labels)
+
+    def _leave_unrectified(self, vectors: Mapping[UnitProbe, Array]) -> None:
+        """After the first record: inputs that did not come from a rectifier are watched no further."""
+        for probe in list(self._probes):
+            if probe.kind == "input" and not (probe in vectors and zero_share(vectors[probe]) >= RECTIFIED_SHARE):
                 probe.handle.remove()
-                self.probes.remove(probe)
+                self._probes.remove(probe)
+
+
+class Counted:
+    """The units of one step, and how ranks add them up: a unit is off where it is off on all of them.
+
+    Args:
+        vectors: of each probe that saw a gradient on this rank, its [sums (2) of kinds that have them, units].
+        watched: all probes.
+    """
+
+    def __init__(self, vectors: Mapping[UnitProbe, Tensor], watched: Sequence[UnitProbe]) -> None:
+        self._vectors, self._watched = vectors, watched
+        self.positions = {probe: probe.taken_positions for probe in vectors}
+        """At how many positions each was seen, on all ranks where they add up."""
+        self._sums: dict[UnitProbe, Array] = {}
+
+    def of_all_ranks(self, own: Sequence[Array]) -> dict[UnitProbe, Array]:
+        """What was counted: the sums over ranks where there are any, else this rank's own."""
+        return {**dict(zip(self._vectors, own, strict=True)), **self._sums}
+
+    def parts(self, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
+        """One part a probe: those that saw a gradient here, and those of which other ranks are known to have seen one.
+
+        A part is [positions it was seen at, sums (2), packed units].
+        """
+        own = {probe: vector.numel() - _head(probe) for probe, vector in self._vectors.items()}
+        absent = {probe.label: probe for probe in self._watched if probe not in own}
+        for name in agreed:
+            kind, _, rest = name.partition(" ")
+            label, _, units = rest.rpartition(" ")
+            if kind == Units.name and label in absent:
+                own[absent[label]] = int(units)
+        return [self._part(probe, count, sharing) for probe, count in own.items()]
+
+    def _part(self, probe: UnitProbe, count: int, sharing: Sharing) -> Part:
+        ranks, head, vector = sharing.ranks, _head(probe), self._vectors.get(probe)
+        size = 1 + head + packed_size(count, ranks)
+
+        def gather() -> Tensor:
+            if not sharing.states or vector is None:
+                return torch.zeros(size, dtype=wide(sharing.device), device=sharing.device)
+            row = flat([vector], sharing.device)
+            seen = torch.full_like(row[:1], float(max(1, self.positions[probe])))
+            return torch.cat([seen, row[:head], pack(row[head:], ranks)])
+
+        def scatter(sums: Array) -> None:
+            if sums[0] > 0:
+                self.positions[probe] = round(float(sums[0]))
+                self._sums[probe] = np.concatenate([sums[1 : 1 + head], unpack(sums[1 + head :], count, ranks)])
+
+        return Part(f"{Units.name} {probe.label} {count}", size, gather, scatter, fixed=False)
+
+
+def _head(probe: UnitProbe) -> int:
+    return 2 if probe.kind in SUMMED else 0
+
+
+def _off_share(on: Array) -> float:
+    return (on.size - int(np.count_nonzero(on))) / on.size
+
+
+def zero_share(vector: Array) -> float:
+    """The share of exact zeros among what a unit probe counted."""
+    return float(vector[0] / vector[1])
 
 
 def settle(probes: Sequence[UnitProbe]) -> None:

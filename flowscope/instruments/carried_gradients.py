@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.instruments.raw_gradients import entries, spread
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.norms import Number, norms
-from flowscope.probes.raw_gradients import entries, spread
 
 
 class CarriedGradients:
@@ -27,8 +27,8 @@ class CarriedGradients:
 
     PART = "carried gradients"
 
-    def __init__(self, switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._hooks = switch, hooks
+    def __init__(self, hooks: Hooks) -> None:
+        self._switch, self._hooks = hooks.switch, hooks
         self._held: list[tuple[int, Tensor, tuple[Any, Any]]] = []
         self._waiting: dict[int, Number] = {}
         self.norms: dict[int, Number] = {}

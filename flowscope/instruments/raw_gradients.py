@@ -8,7 +8,7 @@ stand where backward left them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.discovery.parameters import ParameterList
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.norms import Number, norms
 
@@ -35,22 +36,14 @@ class RawGradients:
     """The norms of the gradients at the end of backward, by the parameter's number.
 
     Args:
-        some: so many evenly spaced ones of the parameters where they were found last, by their number.
-        followed: the parameters as they are now, found again where modules were replaced.
-        switch: read while it is sampling.
+        parameters: of the model.
         hooks: where the triggers are registered.
     """
 
     PART = "raw gradients"
 
-    def __init__(
-        self,
-        some: Callable[[int], Mapping[int, Tensor | None]],
-        followed: Callable[[], Sequence[Tensor | None]],
-        switch: Switch,
-        hooks: Hooks,
-    ) -> None:
-        self._some, self._followed, self._switch, self._hooks = some, followed, switch, hooks
+    def __init__(self, parameters: ParameterList, hooks: Hooks) -> None:
+        self._parameters, self._switch, self._hooks = parameters, hooks.switch, hooks
         self._triggers: list[tuple[int, Tensor, Any]] = []
         self._task = -1
         self._reads = FIRST_READS
@@ -85,12 +78,13 @@ class RawGradients:
         if self._switch.paused or not self._switch.sampling:
             return
         reading = self._reads > 0 or self._switch.slow
-        now = self._followed() if reading else []
+        now = self._parameters.follow() if reading else []
         self._left = {
             i: (id(gradient), gradient._version)
-            for i, p in self._some(VERSIONS).items()
+            for i, p in self._parameters.some(VERSIONS).items()
             if p is not None and (gradient := p.grad) is not None
         }
+        self._switch.left_gradients = bool(self._left)
         self.norms = {}
         if reading:
             found = {i: p.grad for i, p in enumerate(now) if p is not None and p.grad is not None}
@@ -110,19 +104,10 @@ class RawGradients:
             changed = bool((~(np.abs(raw[np.isfinite(used)] - seen) <= SAME * seen)).any())
         self._reads = READS_AFTER_CHANGE if changed else max(0, self._reads - 1)
 
-    @property
-    def watched(self) -> list[Tensor]:
-        """The few parameters that tell when backward has ended."""
-        return [parameter for _, parameter, _ in self._triggers]
-
-    @property
-    def left_any(self) -> bool:
-        """Whether a backward of this step left a gradient in `.grad`."""
-        return bool(self._left)
-
     def drop(self) -> None:
         """Forget what was read."""
         self._left, self.norms, self.untouched, self.scale = {}, {}, {}, None
+        self._switch.left_gradients = False
 
 
 def spread(parameters: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:

@@ -1,0 +1,111 @@
+"""The parameters of a model as they are now, found again where modules or parameters were replaced or added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flowscope.discovery.plan import display_path
+from flowscope.discovery.structure import is_norm
+from flowscope.discovery.tree import ModuleTree
+
+GONE = nn.Module()
+"""Stands for a module that is no longer in the model: its parameters are not seen."""
+
+
+class ParameterList:
+    """All floating-point parameters of a model, tied ones once, under their first name.
+
+    A parameter keeps its number: those that come later stand behind the others.
+
+    Attributes:
+        names: by number, of all that were ever there.
+        added: the names of those that came after attaching.
+        is_norm: 1 for those of a normalisation.
+        matrices: the numbers of those with rows to compare.
+    """
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._tree = tree
+        self._places: list[tuple[nn.Module, str]] = []
+        self._paths: list[tuple[str, str]] = []
+        self._now: list[Tensor | None] | None = None
+        self.added: list[str] = []
+        self._find()
+
+    def current(self) -> list[Tensor | None]:
+        """By number; None where one is gone."""
+        if self._now is not None:
+            return self._now
+        return list(map(dict.get, self._holders, self._keys))
+
+    def follow(self) -> list[Tensor | None]:
+        """The same, found again where modules were replaced."""
+        if self._tree.follow() != self._reads or self._lazy:
+            self._find_again()
+        return self.current()
+
+    def hold(self, *, fixed: bool = True) -> None:
+        """Find them now; they stay what they are until `let_go` where they are `fixed`, for one optimizer step."""
+        self._now = None
+        now = self.follow()
+        self._now = now if fixed else None
+
+    def let_go(self) -> None:
+        """Look them up anew from here on, and keep none alive."""
+        self._now = None
+
+    def some(self, count: int) -> dict[int, Tensor | None]:
+        """At most `count` evenly spaced ones, by number."""
+        chosen = range(0, len(self._places), -(-len(self._places) // count) or 1)
+        return {i: self._places[i][0]._parameters.get(self._places[i][1]) for i in chosen}
+
+    def _find_again(self) -> None:
+        self._now = None
+        modules = self._tree.by_path
+        paths = {id(module): path for path, module in reversed(modules.items())}
+        for i, ((path, key), (held, _)) in enumerate(zip(self._paths, self._places, strict=True)):
+            if path not in modules:
+                path = paths.get(id(held), path)
+            self._paths[i], self._places[i] = (path, key), (modules.get(path, GONE), key)
+        known, lazy = len(self._paths), self._lazy
+        self._find()
+        self.added += [] if lazy else self.names[known:]
+
+    def _find(self) -> None:
+        """Add what the model holds and is not known yet, behind what is known: numbers stay what they are."""
+        self._index()
+        seen = {id(parameter) for parameter in self.current()}
+        self._lazy = False
+        for path, module in self._tree.modules:
+            for key, parameter in module._parameters.items():
+                self._lazy = self._lazy or isinstance(parameter, nn.parameter.UninitializedParameter)
+                if parameter is not None and id(parameter) not in seen and _floating(parameter):
+                    seen.add(id(parameter))
+                    self._places.append((module, key))
+                    self._paths.append((path, key))
+        self.names: Sequence[str] = tuple(display_path(f"{path}.{key}" if path else key) for path, key in self._paths)
+        self._index()
+        self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
+        self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and rows(p)]
+        self._reads = self._tree.reads
+
+    def _index(self) -> None:
+        self._holders = [module._parameters for module, _ in self._places]
+        self._keys = [key for _, key in self._places]
+
+
+def rows(weight: Tensor) -> bool:
+    """Whether a parameter is a matrix with rows to compare."""
+    return weight.dim() >= 2 and weight.shape[0] >= 2 and weight.numel() > 0
+
+
+def _floating(parameter: Tensor) -> bool:
+    return (
+        (parameter.is_floating_point() or parameter.is_complex())
+        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        and parameter.layout == torch.strided
+    )

@@ -1,0 +1,198 @@
+"""Statistics of the parameters around an optimizer step: norms, gradient norms, and the true change of the weights.
+
+`param_grad_norm` is what the optimizer consumes (unscaled, reduced, after clipping). `update_ratio` is |dw| / |w| over
+up to `update_samples` fixed, evenly spaced entries of each tensor before and after the step: exact for smaller tensors,
+and no copy of the weights is held. `param_unchanged` is the share of these entries that the step left as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from flowscope.config import WatchConfig
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.carried_gradients import CarriedGradients
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
+from flowscope.instruments.raw_gradients import RawGradients, entries
+from flowscope.instruments.weight_samples import WeightSamples
+from flowscope.instruments.wiring import held_by
+from flowscope.probes.hooks import Hooks
+from flowscope.probes.norms import Number, norms
+from flowscope.probes.payload import Part, Sharing, local
+from flowscope.probes.record_builder import RecordBuilder
+from flowscope.records import few
+
+SAMPLE_BUDGET = 1 << 22
+
+
+class Parameters(Instrument):
+    """All floating-point parameters of a model, tied ones once, under their first name."""
+
+    name = "parameters"
+
+    def __init__(self, update_samples: int) -> None:
+        self._update_samples = update_samples
+        self._stepping: dict[int, Tensor] | None = None
+        self._norms: dict[int, Number] = {}
+        self._gradients: dict[int, Number] = {}
+        self._updates: dict[int, tuple[Number, Number, Number]] = {}
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One."""
+        return [cls(config.update_samples)]
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Plan the samples; look at the gradients of a few parameters when they arrive."""
+        self._parameters, self._faults = view.parameters, hooks.faults
+        share = SAMPLE_BUDGET // max(1, len(view.parameters.names))
+        self._samples = WeightSamples(max(1, min(self._update_samples, share)))
+        self._raw = RawGradients(view.parameters, hooks)
+        self._carried = CarriedGradients(hooks)
+
+    def begin_step(self) -> None:
+        """Follow parameters that were replaced."""
+        now = self._parameters.follow()
+        self._faults.guard(RawGradients.PART, self._raw.follow, now)
+        self._faults.guard(CarriedGradients.PART, self._carried.follow, now)
+
+    def scaled_by(self, scale: Tensor | float | None) -> None:
+        """The loss scale of this step's backward."""
+        self._raw.scale = scale
+
+    @torch.no_grad()
+    def before_update(self, *, updating: bool) -> None:
+        """Take the weights' norms and samples."""
+        live = self._live()
+        self._stepping = live if updating else None
+        self._norms = self._samples.take_before(live)
+        large = [i for i in live if i not in self._norms]
+        self._norms.update(zip(large, norms([live[i] for i in large]), strict=True))
+
+    def _live(self) -> dict[int, Tensor]:
+        live = {i: p for i, p in enumerate(self._parameters.current()) if p is not None and p.requires_grad}
+        whole = all(type(p) is nn.Parameter for p in live.values())
+        return live if whole else {i: local(p) for i, p in live.items()}
+
+    @torch.no_grad()
+    def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
+        """Take the gradients' norms.
+
+        Args:
+            only: ids of the parameters to read now (one optimizer's); None reads all that were not read yet.
+            scale: what the gradients are still multiplied by (fused optimizers unscale them inside their step).
+        """
+        found: dict[int, Tensor] = {}
+        held: dict[int, Tensor] = {}
+        for i, parameter in enumerate(self._parameters.current()):
+            if parameter is None or (gradient := parameter.grad) is None or i in self._gradients:
+                continue
+            if only is None or id(parameter) in only:
+                held[i] = gradient
+                plain = type(gradient) is Tensor and not gradient.is_sparse
+                found[i] = gradient if plain else entries(_local_gradient(parameter))
+        self._raw.compare(held)
+        values = norms(list(found.values()))
+        if scale is not None:
+            factor = scale.item() if scale.device.type == "cpu" else scale
+            values = [value / factor for value in values]
+        self._gradients.update(zip(found, values, strict=True))
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Compare the samples with the weights as they are now: the change per tensor."""
+        held = self._stepping
+        same = held is not None and all(type(p) is nn.Parameter for p in held.values())
+        self._updates = self._samples.changes(held if held is not None and same else self._live())
+
+    def take(self) -> Taken:
+        """The numbers that are still on devices, and the loss scale."""
+        triples: Sequence[Sequence[Number]] = [*zip(*self._updates.values(), strict=True)] or [(), (), ()]
+        change, before, unchanged = (dict(zip(self._updates, numbers, strict=True)) for numbers in triples)
+        found: Mapping[Row, Mapping[int, Number]] = {
+            Row.NORM: self._norms,
+            Row.GRADIENT: self._gradients,
+            Row.CHANGE: change,
+            Row.BEFORE: before,
+            Row.UNCHANGED: unchanged,
+            Row.RAW: self._raw.norms,
+            Row.UNTOUCHED: self._raw.untouched,
+            Row.CARRIED: self._carried.norms,
+        }
+        table = ParameterTable(len(self._parameters.names), found)
+        scale = self._raw.scale
+        scale = scale if isinstance(scale, Tensor) else torch.tensor(scale or 1.0, dtype=torch.float64)
+        self._forget()
+        return Taken(
+            self.name,
+            [*table.tensors, scale.reshape(1)],
+            partial(self._read, table),
+            partial(self._parts, table),
+            joined=partial(self._joined, table),
+            replicas=table.norms,
+        )
+
+    def replicated(self) -> NDArray[np.bool_]:
+        """The parameters of which every rank holds all."""
+        placements = [getattr(parameter, "placements", ()) for parameter in self._parameters.current()]
+        return np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
+
+    def update_failed(self) -> None:
+        """What the optimizer was about to use is read again."""
+        self.drop()
+
+    def discard(self) -> None:
+        """Nothing was deposited on backward."""
+
+    def drop(self) -> None:
+        """Forget what was read for a step that did not happen."""
+        self._forget()
+        self._samples.drop()
+
+    def _forget(self) -> None:
+        self._stepping = None
+        self._norms, self._gradients, self._updates = {}, {}, {}
+        self._raw.drop()
+        self._carried.drop()
+
+    def _joined(self, table: ParameterTable, optimizer: Any) -> None:
+        held = held_by(optimizer)
+        late = [i for i, p in enumerate(self._parameters.current()) if id(p) in held]
+        table.not_updated += late
+
+    def _parts(self, table: ParameterTable, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
+        del agreed
+        now = self._parameters.current()
+        sizes = np.array([0.0 if p is None else float(local(p.detach()).numel()) for p in now])
+        return [table.part(self.name, sharing, owned_by(now, sharing), sizes)]
+
+    def _read(self, table: ParameterTable, out: RecordBuilder, parts: list[Array]) -> None:
+        *numbers, scale = parts
+        table.read(numbers)
+        # parameters found since this step stand behind its own
+        names = self._parameters.names[: table.count]
+        if late := self._parameters.added:
+            out.note(f"came after watch, so their activations are not watched: {few(late)}")
+        metrics = table.metrics(float(scale[0]))
+        self._raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
+        for name, values in metrics.items():
+            out.add(name, values, names if len(values) == len(names) else ("",))
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of the gradient, divided over the ranks as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and getattr(gradient, "placements", placements) != placements:
+        # tensor parallel gradients may still be partial sums: a collective of the step's own place, as in the optimizer
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local(gradient)
