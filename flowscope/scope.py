@@ -130,7 +130,7 @@ class Scope:
         try:
             self._add_own_sinks(given.log_dir)
             self._observation = Observation(view, self.config, self._hooks)
-            self._recorder.specs.update(specs_of(self._observation.instruments))
+            self._recorder.specs.update(specs_of([*self._observation.instruments, *(c for _, c in view.connections)]))
             self._ranks = Ranks(self._observation, self.config, self._schedule, self._recorder.prepare)
             self._observation.on_forward = partial(self._faults.guard, "ranks", self._ranks.forward_begins)
             self._hooks.optimizers = self._clock_optimizers

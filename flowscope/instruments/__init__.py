@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flowscope.config import WatchConfig
 from flowscope.discovery.view import ModelView
@@ -22,6 +23,8 @@ from flowscope.instruments.units import Units
 from flowscope.instruments.weight_spread import WeightSpread
 from flowscope.instruments.wiring import Wiring
 from flowscope.metrics import Metric
+from flowscope.probes.site_summaries import ALPHA, GATES, MIXING
+from flowscope.probes.sites import GRADIENTS
 from flowscope.specs import OTHERS
 
 __all__ = ["BUILT_IN", "METRICS", "Instrument", "Taken", "instruments_for", "specs_of"]
@@ -38,12 +41,13 @@ BUILT_IN: tuple[type[Instrument], ...] = (
 )
 
 
-def specs_of(instruments: Iterable[Instrument | type[Instrument]]) -> dict[str, Metric]:
-    """The metrics that some instruments write, by name, in order."""
+def specs_of(instruments: Iterable[Any]) -> dict[str, Metric]:
+    """The metrics that some instruments (or connections) write, by name, in order."""
     return {metric.name: metric for instrument in instruments for metric in instrument.metrics}
 
 
-METRICS: dict[str, Metric] = {**OTHERS, **specs_of(BUILT_IN)}
+_SITES = (*GATES, *MIXING, ALPHA, *GRADIENTS)
+METRICS: dict[str, Metric] = {**OTHERS, **{metric.name: metric for metric in _SITES}, **specs_of(BUILT_IN)}
 """All metrics of flowscope itself."""
 
 

@@ -56,6 +56,7 @@ from torch import Tensor, nn
 from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.observed import NormInput, SiteSums
+from flowscope.metrics import Metric
 from flowscope.probes.site_summaries import norm_factor
 
 State = Tensor | tuple[Tensor, ...] | None
@@ -159,6 +160,7 @@ class Connection(nn.Module):
         observed: {name: how it is summed} for what the rule shows by `observe` at each of its sites, added to what its
             base declares; None takes a declaration of the base away. What is shown without being declared is an error.
         constants: names of attributes with a number a site that are recorded as they are.
+        metrics: what its constants say, and what it records under other names of its own.
         expands: whether what travels between the blocks has an axis of streams.
         warmup: the articles' advice on how many times longer the warm-up is.
         left_behind: what `unwrap` does not undo; "" for nothing.
@@ -175,6 +177,7 @@ class Connection(nn.Module):
     Options: ClassVar[type[ModeOptions]] = ResidualOptions
     observed: ClassVar[Mapping[str, type[SiteSums] | None]] = {"norm_input": NormInput}
     constants: ClassVar[tuple[str, ...]] = ()
+    metrics: ClassVar[tuple[Metric, ...]] = ()
     expands: ClassVar[bool] = False
     warmup: ClassVar[float] = 1.0
     left_behind: ClassVar[str] = ""

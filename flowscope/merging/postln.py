@@ -18,6 +18,7 @@ from flowscope.merging.connection import (
     common_dtype,
     without_autocast,
 )
+from flowscope.probes.site_summaries import ALPHA
 
 _EPS = 1e-6
 _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer stay Pre-LN
@@ -55,6 +56,7 @@ class KeelPostLNConnection(Connection):
     mode = "keel-postln"
     Options = KeelPostLNOptions
     constants = ("alpha",)
+    metrics = (ALPHA,)
     warmup = 1.4
 
     def __init__(self, context: ConnectionContext, options: KeelPostLNOptions) -> None:
@@ -136,6 +138,7 @@ class DeepNormConnection(Connection):
     mode = "deepnorm"
     Options = DeepNormOptions
     constants = ("alpha",)
+    metrics = (ALPHA,)
     left_behind = "the branch weights deepnorm re-initialised stay as they are now"
 
     def __init__(self, context: ConnectionContext, options: DeepNormOptions) -> None:

@@ -6,13 +6,93 @@ Axis letters: K merge sites of a flow in depth order, S streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flowscope.metrics import Metric
 from flowscope.probes import site_statistics as s
 
 Array = NDArray[np.float64]
+SHARE = (0.0, 1.0)
+
+_gate = partial(Metric, view="Gates", rows="sites")
+_mix = partial(Metric, view="Mixing", rows="sites")
+
+GATES = (
+    _gate(
+        "gate_mean",
+        "Mean gate t by depth (band 5 to 95 %): the weight of the branch at each site.",
+        formula="mean of t = sigmoid(z)",
+        band=("gate_p05", "gate_p95"),
+        bounds=SHARE,
+        fitted=True,
+        logged=True,
+        opens=True,
+    ),
+    _gate("gate_p05", "The 5 % quantile of gate.", bounds=SHARE, fitted=True),
+    _gate("gate_p95", "The 95 % quantile of gate.", bounds=SHARE, fitted=True),
+    _gate("gate_std", "Spread of the gate within a site."),
+    _gate(
+        "gate_saturation",
+        "Share of gate values that are stuck open or shut.",
+        formula="share of |z| > 5",
+        healthy="under 0.5",
+        bounds=SHARE,
+    ),
+)
+ALPHA = _gate("alpha", "Constant weight of the carry.", source="arXiv 2601.19895, 2203.00555")
+MIXING = (
+    Metric(
+        "shortcut_product",
+        "What the carry path alone keeps from here to the end.",
+        formula="product of the carry's factors from site k on",
+        healthy="about 1",
+        source="arXiv 2601.19895, eq. 14-19",
+        view="Gradient",
+        scale="log",
+        rows="sites",
+    ),
+    _mix(
+        "mix_gain_backward",
+        "Composite gain of the mixing from here to the end.",
+        formula="largest |column sum| of H_{K-1} ... H_k",
+        healthy="about 1",
+        source="arXiv 2512.24880",
+        scale="log",
+        opens=True,
+    ),
+    _mix(
+        "mix_gain_forward",
+        "Composite gain of the mixing from the start to here.",
+        formula="largest |row sum| of H_k ... H_0",
+        healthy="about 1",
+        source="arXiv 2512.24880",
+        scale="log",
+    ),
+    _mix("mix_gain_backward_norm", "The backward gain with absolute values: a true norm.", scale="log"),
+    _mix("mix_gain_forward_norm", "The forward gain with absolute values: a true norm.", scale="log"),
+    _mix("mix_colsum_min", "Least column sum of the composite mixing: near 0 a stream is lost."),
+    _mix(
+        "mix_identity_distance",
+        "Distance of the mixing from the identity. At 0 throughout it is not learned.",
+        formula="‖H_k - I‖_F",
+        source="arXiv 2606.03483",
+    ),
+    _mix(
+        "mix_matrix",
+        "How the streams are mixed at each site: rows are output streams. Bright on the diagonal keeps them apart.",
+        formula="H_k",
+        shape="stack",
+    ),
+    _mix(
+        "stream_cosine",
+        "Cosine between streams. At 1 throughout, one stream is paid for several times.",
+        bounds=SHARE,
+    ),
+    _mix("branch_weight", "Weight with which a branch is written to the streams."),
+)
 
 
 def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:

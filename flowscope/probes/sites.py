@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.errors import FlowscopeError
+from flowscope.metrics import Metric
 from flowscope.probes import site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hook, Hooks, Switch
@@ -196,6 +197,15 @@ def group_by_flow(
         block = display_path(path.rpartition(".")[0])
         groups.setdefault(own.get(block, block.rpartition(".")[0] or block), []).append((path, connection))
     return list(groups.items())
+
+
+_of_connections = partial(Metric, view="Gates", unit="loss / weight", scale="log", rows="sites", of_gradient=True)
+GRADIENTS = (
+    _of_connections(
+        "connection_grad_norm", "Gradient of a connection's own parameters.", healthy="above 0 after some steps"
+    ),
+    _of_connections("connection_grad_norm_generators", "The same for what generates dynamic coefficients."),
+)
 
 
 def grad_norms(
