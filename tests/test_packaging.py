@@ -26,8 +26,9 @@ THIRD_PARTIES = (
 ANY = {"numpy", "pydantic", "scipy"}
 WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
 PLAIN = {f"flowscope.{name}" for name in WORDS}
+TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
-MEASURING = ANY | PLAIN | {"torch", "flowscope.discovery", "flowscope.probes"}
+MEASURING = ANY | PLAIN | TORCH | {"flowscope.discovery", "flowscope.probes"}
 CENTRE = ("observation", "snapshot", "sharing", "record_parts", "passes")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
@@ -47,7 +48,8 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.instruments", MEASURING | {"flowscope.instruments", "flowscope.metrics"}),
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
     ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
-    ("flowscope.merging", ANY | PLAIN | {"torch"} | WRAPPING),
+    ("flowscope.merging", ANY | PLAIN | TORCH | WRAPPING),
+    ("flowscope.torch_internals", {"torch"}),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
     ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
     ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),
@@ -111,6 +113,30 @@ def test_the_import_rule_can_fail() -> None:
     assert strangers("flowscope.detectors.flow", {"flowscope.probes.deposit", "numpy"}) == {"flowscope.probes.deposit"}
     assert strangers("flowscope.probes.statistics", {"flowscope.records"}) == {"flowscope.records"}
     assert strangers("flowscope.scope", {"torch", "flowscope.probes"}) == set()
+
+
+PRIVATE = {"_sequence_nr", "_execution_engine", "_is_view", "_pop_mode_temporarily", "f_back", "_get_fsdp_state"}
+
+
+def private_names_of_torch(source: str) -> set[str]:
+    """Attributes of torch that begin with one underline, names imported so, and the methods above."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found |= {alias.name for alias in node.names if alias.name.startswith("_")}
+        if isinstance(node, ast.Attribute):
+            of_torch = ast.unparse(node).startswith("torch.") and node.attr.startswith("_")
+            found |= {node.attr} if node.attr in PRIVATE or (of_torch and not node.attr.startswith("__")) else set()
+    return found
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    inside = {"flowscope.torch_internals", "flowscope.optimizers", "flowscope.scaler"}
+    inside |= {"flowscope.probes.process_groups"}
+    found = {name: private_names_of_torch(path.read_text()) for name, path in modules().items() if name not in inside}
+    assert {name: private for name, private in found.items() if private} == {}
+    assert private_names_of_torch("import torch; torch._C.f(node._sequence_nr())") == {"_C", "_sequence_nr"}
+    assert private_names_of_torch("import torch; torch.__version__; x.grad") == set()
 
 
 def test_every_folder_is_shipped() -> None:

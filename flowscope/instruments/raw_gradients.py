@@ -20,6 +20,7 @@ from flowscope.discovery.parameters import ParameterList
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.norms import Number, norms
+from flowscope.torch_internals import backward_under_way
 
 SMALL = 1 << 16
 """Parameters up to this size are small: reading one costs nothing that would show."""
@@ -67,7 +68,7 @@ class RawGradients:
 
     def _arrived(self, parameter: Tensor) -> None:
         del parameter
-        task = torch._C._current_graph_task_id()
+        task = backward_under_way()
         if self._switch.paused or is_compiling() or task in (-1, self._task):
             return
         self._task = task

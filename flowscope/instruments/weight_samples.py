@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowscope.probes.norms import Number, numbers, row_norms
 from flowscope.probes.statistics import at_least_single, is_host, wide
+from flowscope.torch_internals import foreach_norm
 
 RUN = 16
 """Entries looked at side by side: single entries would touch a cache line each, which is as slow as reading all."""
@@ -147,7 +148,7 @@ def _norms(whole: Tensor, runs: Tensor, sizes: NDArray[np.int64]) -> list[Number
     if is_host(whole) and is_host(runs):
         norms = row_norms(whole, sizes) if len(sizes) else []
         return [*norms, *(torch.linalg.vector_norm(runs, dim=1).tolist() if len(runs) else ())]
-    parts = torch._foreach_norm(torch.split(whole, sizes.tolist())) if len(sizes) else []
+    parts = foreach_norm(torch.split(whole, sizes.tolist())) if len(sizes) else []
     return numbers([*parts, *torch.linalg.vector_norm(runs, dim=1).unbind()]) if parts or len(runs) else []
 
 

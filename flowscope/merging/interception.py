@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from flowscope.discovery.tracing import ADDS, CASTS, SiteRule
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
+from flowscope.torch_internals import newest_mode, without_newest_mode
 
 
 class BlockRule(NamedTuple):
@@ -215,12 +216,11 @@ def refuse_shape(rule: BlockRule, x: Tensor) -> None:
 def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a woven child's own forward on plain tensors; tag what it returns where that is the carry."""
     carries: str = child.flowscope_carries
-    depth = torch._C._len_torch_function_stack()
-    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    mode = newest_mode()
     if type(mode) is SiteMode:
         if carries == "norm" and bypassed(mode.call, mode.call.fired[0]):
             return args[0] if args else next(iter(kwargs.values()))
-        with _pop_mode_temporarily():
+        with without_newest_mode():
             return forward(child, *args, **kwargs)
     carry = None
     if carries:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flowscope.errors import FlowscopeError
 from flowscope.merging.gates import GatedConnection
 from flowscope.merging.interception import Carry, plain
+from flowscope.torch_internals import without_subclasses
 
 logger = logging.getLogger("flowscope")
 
@@ -73,7 +74,7 @@ class Placeholder(Tensor):
         if any(issubclass(kind, Carry) for kind in types):
             return NotImplemented  # the add at the site is the carry's to answer
         found = next(leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Placeholder))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             result = func(*args, **(kwargs or {}))
             return tree_map(
                 lambda leaf: mark(leaf, found.site, found.rows) if isinstance(leaf, Tensor) else leaf, result
@@ -82,7 +83,7 @@ class Placeholder(Tensor):
 
 def mark(tensor: Tensor, site: int, rows: Tensor | None) -> Placeholder:
     """Return a tensor as a placeholder in the branch of a site."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         made = tensor.as_subclass(Placeholder)
     made.rows, made.site = rows, site
     return made
@@ -91,7 +92,7 @@ def mark(tensor: Tensor, site: int, rows: Tensor | None) -> Placeholder:
 def bare(value: Any) -> Any:
     """Return a tensor without any mark; other values as they are."""
     if isinstance(value, Placeholder):
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return value.as_subclass(Tensor)
     return plain(value)
 

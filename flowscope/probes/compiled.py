@@ -7,18 +7,12 @@ one row, and units and slow metrics are not measured. Hooks that were not there 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flowscope.records import few
-
-HOOKED_INTERMEDIATES = (Path(torch.__file__).parent / "_higher_order_ops" / "register_hook.py").exists()
-"""Whether this torch traces a gradient hook on an intermediate tensor (2.13 does). Before, one breaks the graph and the
-frame is not compiled at all: there a compiled point deposits its forward sums alone, and gradients are not seen."""
+from flowscope.torch_internals import HOOKED_INTERMEDIATES as HOOKED_INTERMEDIATES
 
 NOT_MEASURED = "compiled: units and slow metrics are not measured, cosine_to_input and calls only outside of the graph"
 FORWARD_ONLY = (
@@ -35,18 +29,6 @@ NEVER_FIRED = (
 )
 
 Array = NDArray[np.float64]
-
-
-def run_uncompiled(code: Any) -> None:
-    """Let the frames of `code` run as plain Python where dynamo meets them on their own.
-
-    The hooks of the module that is compiled itself are called outside of what is traced: there each would become a
-    small graph, and count against the limit of recompilations. Inside a larger compiled frame they are traced as ever.
-    """
-    dynamo = torch._C._dynamo.eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
 
 
 def was_traced(seen: NDArray[np.bool_], calls: Array) -> bool:

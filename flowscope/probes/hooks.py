@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import _symbolic_trace
 
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.probes import compiled
+from flowscope.torch_internals import at_end_of_backward, is_batched, is_view, no_training_pass, run_uncompiled
+from flowscope.torch_internals import in_backward as in_backward
 
 
 class Mask:
@@ -39,42 +40,6 @@ def masked() -> Iterator[None]:
         yield
     finally:
         MASK.on = before
-
-
-def in_backward() -> bool:
-    """Whether this thread runs inside a backward pass (a checkpointed block is recomputed). Eager only."""
-    return torch._C._current_graph_task_id() != -1
-
-
-_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
-# every hook asks these: names of this module are found faster than attributes of attributes
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_jit_trace = torch._C._get_tracing_state
-_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-_dispatch_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
-_FX: Any = _symbolic_trace
-_FX_FLAG = hasattr(_FX, "_is_fx_tracing_flag")
-
-
-def _fx_is_tracing() -> bool:
-    # is_fx_tracing() writes a warning to the log; the flag behind it became a thread's own in torch 2.14
-    return bool(_FX._is_fx_tracing_flag if _FX_FLAG else _FX._get_is_fx_tracing())
-
-
-def no_training_pass() -> bool:
-    """Whether the model is only being transformed: torch.func, a jit or fx trace, an export, a run on fake tensors.
-
-    There is no gradient of a loss to see, and statistics of such tensors would raise or leak into what is traced.
-    """
-    if torch.compiler.is_compiling():
-        # torch 2.9 traces the call as True, whatever is being traced
-        return torch.compiler.is_exporting() if compiled.HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
-    return (
-        _functorch_level() is not None
-        or _jit_trace() is not None
-        or (_dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None))
-        or _fx_is_tracing()
-    )
 
 
 class Switch:
@@ -125,7 +90,7 @@ class Hook:
         return contextlib.nullcontext().__exit__
 
 
-compiled.run_uncompiled(Hook.__call__.__code__)
+run_uncompiled(Hook.__call__.__code__)
 
 
 class ParameterHook:
@@ -207,12 +172,7 @@ class Hooks:
 
     def after_backward(self, part: str, observe: Callable[[], None]) -> None:
         """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
-        engine = torch.autograd.Variable._execution_engine
-
-        def ended() -> None:
-            engine.queue_callback(lambda: self.faults.guard(part, observe))
-
-        engine.queue_callback(ended)
+        at_end_of_backward(lambda: at_end_of_backward(lambda: self.faults.guard(part, observe)))
 
     def keep(self, handle: Any) -> None:
         """Take over another removable handle (an optimizer's hook)."""
@@ -234,7 +194,7 @@ class Hooks:
         if compiling:
             _register(x, hook)
             return
-        handle = _register_on_view(x, hook) if x._is_view() else _register(x, hook)
+        handle = _register_on_view(x, hook) if is_view(x) else _register(x, hook)
         if x.is_leaf:
             key = (id(x), part, slot)
             if (older := self._leaves.pop(key, None)) is not None:
@@ -293,7 +253,7 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 def _is_batched(gradient: Tensor) -> bool:
     """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
-    return not torch.compiler.is_compiling() and _is_legacy_batched(gradient)
+    return not torch.compiler.is_compiling() and is_batched(gradient)
 
 
 def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:

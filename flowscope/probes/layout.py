@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.torch_internals import sequence_number
+
 HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")
 
 
@@ -120,7 +122,7 @@ def node_number(x: Tensor) -> int | None:
 
     A number outlives the tensor's Python object, and keeps nothing alive.
     """
-    return None if x.grad_fn is None else int(x.grad_fn._sequence_nr())
+    return None if x.grad_fn is None else sequence_number(x.grad_fn)
 
 
 def derives_from(tensors: Iterator[Tensor], ancestor: Tensor | None, number: int | None, limit: int = 4096) -> bool:
@@ -139,7 +141,7 @@ def derives_from(tensors: Iterator[Tensor], ancestor: Tensor | None, number: int
     seen: set[Any] = set()
     while queue and len(seen) < limit:
         node = queue.pop(0)
-        made = node._sequence_nr()
+        made = sequence_number(node)
         if made == number:
             return True
         if made < number or node in seen:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, real, wide
+from flowscope.torch_internals import foreach_norm
 
 JOINED_ENTRIES = 4096
 """Tensors up to this size are joined to one: a hundred calls on a few entries each would take three times as long."""
@@ -34,7 +35,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Number]:
         sizes = np.array([row.numel() for row in rows])
         held = dict(zip(joined, row_norms(torch.cat(rows), sizes), strict=True))
     if fused:
-        values = numbers(torch._foreach_norm([tensors[i] for i in fused]))
+        values = numbers(foreach_norm([tensors[i] for i in fused]))
         held.update((i, v) for i, v in zip(fused, values, strict=True) if isinstance(v, float) and _safe(v))
     return [held[i] if i in held else _norm(t) for i, t in enumerate(tensors)]
 

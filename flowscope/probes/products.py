@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flowscope.torch_internals import sequence_number
+
 LIMIT = 200_000
 """So many nodes are walked at most."""
 HOPS = 8
@@ -58,7 +60,7 @@ def uses_of(outputs: Iterable[Tensor], numbers: set[int]) -> Uses:
     for tensor in outputs:
         if tensor.grad_fn is not None:
             queue.append(tensor.grad_fn)
-            uses.returned.update(n._sequence_nr() for n in _back(tensor.grad_fn, _VALUES_KEPT))
+            uses.returned.update(sequence_number(n) for n in _back(tensor.grad_fn, _VALUES_KEPT))
     seen = set(queue)
     while queue and len(seen) < LIMIT:
         node = queue.pop()
@@ -67,7 +69,7 @@ def uses_of(outputs: Iterable[Tensor], numbers: set[int]) -> Uses:
             for parent in parents:
                 _multiplied(parent, [other for other in parents if other is not parent], numbers, uses)
         for parent in parents:
-            if parent not in seen and parent._sequence_nr() >= oldest:
+            if parent not in seen and sequence_number(parent) >= oldest:
                 seen.add(parent)
                 queue.append(parent)
     uses.returned &= numbers
@@ -78,10 +80,10 @@ def uses_of(outputs: Iterable[Tensor], numbers: set[int]) -> Uses:
 def _multiplied(node: Any, others: list[Any], numbers: set[int], uses: Uses) -> None:
     """Note the asked-for nodes whose values `node` has, unless the other factors are what they were computed from."""
     for inner in _back(node, _GATE_KEPT):
-        if inner._sequence_nr() in numbers:
+        if sequence_number(inner) in numbers:
             made_of = list(_back(inner, _ELEMENTWISE))
             if not any(other is source for other in others for source in made_of):
-                uses.multiplied.add(inner._sequence_nr())
+                uses.multiplied.add(sequence_number(inner))
 
 
 def _back(node: Any, through: re.Pattern[str]) -> Iterator[Any]:

@@ -5,7 +5,6 @@ The model runs as it is; hooks put the given x_0 in its place and stop the forwa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -20,6 +19,7 @@ from flowscope.discovery.plan import Flow
 from flowscope.errors import FlowscopeError
 from flowscope.probes.hooks import masked
 from flowscope.probes.tensors import first_tensor, replace_first
+from flowscope.torch_internals import compiler_was_imported
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -154,7 +154,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+        if compiler_was_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         try:

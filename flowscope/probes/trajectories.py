@@ -23,6 +23,7 @@ from flowscope.discovery.structure import is_time
 from flowscope.probes.hooks import Hooks, Switch, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling, node_number
 from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
+from flowscope.torch_internals import sequence_number
 
 Array = NDArray[np.float64]
 
@@ -113,7 +114,7 @@ def _parents(y: Tensor) -> frozenset[int]:
     """The numbers of the graph's nodes from which y was made directly."""
     if y.grad_fn is None:
         return frozenset()
-    return frozenset(int(node._sequence_nr()) for node, _ in y.grad_fn.next_functions if node is not None)
+    return frozenset(sequence_number(node) for node, _ in y.grad_fn.next_functions if node is not None)
 
 
 def states_of(numbers: list[int | None], parents: list[frozenset[int]]) -> list[int]:

@@ -1,0 +1,119 @@
+"""What torch tells in no public way: each thing once, so that a new torch is one file to read.
+
+Where nothing else is said, tried on torch 2.9.1, 2.13.0 and 2.14.1 (CPU). Names are bound at import: hooks ask in every
+call of a module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.fx import _symbolic_trace
+from torch.overrides import _pop_mode_temporarily
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
+"""A number of the backward pass that this thread is in, -1 outside of one. Eager only."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward pass (a checkpointed block is recomputed). Eager only."""
+    return backward_under_way() != -1
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call it once when the backward pass under way has ended, after what was asked for before."""
+    Variable._execution_engine.queue_callback(call)
+
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node; it grows with every node of a thread."""
+    return int(node._sequence_nr())
+
+
+is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another (`x._base`)."""
+    return x._is_view()
+
+
+# -- what is being traced ---------------------------------------------------------------------------------------------
+
+HOOKED_INTERMEDIATES = (Path(torch.__file__).parent / "_higher_order_ops" / "register_hook.py").exists()
+"""Whether this torch traces a gradient hook on an intermediate tensor (2.13 does). Before, one breaks the graph and the
+frame is not compiled at all: there a compiled point deposits its forward sums alone, and gradients are not seen."""
+
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+_dispatch_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_FX: Any = _symbolic_trace
+_FX_FLAG = hasattr(_FX, "_is_fx_tracing_flag")
+
+
+def _fx_is_tracing() -> bool:
+    # is_fx_tracing() writes a warning to the log; the flag behind it became a thread's own in torch 2.14
+    return bool(_FX._is_fx_tracing_flag if _FX_FLAG else _FX._get_is_fx_tracing())
+
+
+def no_training_pass() -> bool:
+    """Whether the model is only being transformed: torch.func, a jit or fx trace, an export, a run on fake tensors.
+
+    There is no gradient of a loss to see, and statistics of such tensors would raise or leak into what is traced.
+    """
+    if torch.compiler.is_compiling():
+        # torch 2.9 traces the call as True, whatever is being traced
+        return torch.compiler.is_exporting() if HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
+    return (
+        _functorch_level() is not None
+        or _jit_trace() is not None
+        or (_dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None))
+        or _fx_is_tracing()
+    )
+
+
+def run_uncompiled(code: Any) -> None:
+    """Let the frames of `code` run as plain Python where dynamo meets them on their own.
+
+    The hooks of the module that is compiled itself are called outside of what is traced: there each would become a
+    small graph, and count against the limit of recompilations. Inside a larger compiled frame they are traced as ever.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+
+
+def compiler_was_imported() -> bool:
+    """Whether anything may be compiled: the import of the compiler alone takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+# -- function modes and subclasses ------------------------------------------------------------------------------------
+
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context in which tensor subclasses are plain tensors."""
+without_newest_mode = _pop_mode_temporarily
+"""Context in which the newest function mode is off."""
+
+
+def newest_mode() -> Any:
+    """The function mode entered last, None outside of any."""
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
+
+
+# -- many tensors ------------------------------------------------------------------------------------------------------
+
+foreach_norm = torch._foreach_norm
+"""The norm of each tensor, in one pass over all."""
