@@ -130,10 +130,10 @@ class Observation:
             borrowed = {p: owners[p] for p in flow.outputs if p in owners}
             if flow.entry is not None and flow.entry in owners and owners[flow.entry].flow.entry == flow.entry:
                 borrowed[flow.entry] = owners[flow.entry]
-            observer = make(flow, hooks=self.hooks, buffer=self.buffer, borrowed=borrowed)
-            observer.on_drop = self.drop
             # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (probes/sites.py)
-            observer.depth = observer.depth and all(not s.streams for s in self.sites if s.flow == flow.name)
+            streams = any(site.streams for site in self.sites if site.flow == flow.name)
+            observer = make(flow, hooks=self.hooks, buffer=self.buffer, borrowed=borrowed, streams=streams)
+            observer.on_drop = self.drop
             built[flow.name] = observer
             if flow.kind != "network":
                 owners.update(dict.fromkeys(flow.outputs, observer))

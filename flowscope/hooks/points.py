@@ -1,0 +1,174 @@
+"""Deposit on backward: what is measured at a point waits for its gradient, then is added to the point's row.
+
+What got no backward is therefore not counted (evaluation, no_grad, the discarded first pass of reentrant
+checkpointing), and micro-batches and calls become one sum. What is measured is a list: each `PointMeasure` of a flow
+looks at the hidden state in the forward, and deposits in backward what it saw.
+
+Axis letters: D features, P points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from flowscope.hooks.calls import ENTRY, PointKey
+from flowscope.probes.buffer import DepositBuffer
+from flowscope.probes.layout import AxisReader
+from flowscope.probes.payload import local
+from flowscope.probes.statistics import Sums
+
+
+class Point(NamedTuple):
+    """A hidden state as it is measured in the forward.
+
+    Attributes:
+        key: which point it is.
+        x: this rank's part of it, detached.
+        reader: which of its axes are which.
+        follows: whether the point before it is the one that was measured last.
+        before: else the hidden state that went into its block, where it is known.
+    """
+
+    key: PointKey
+    x: Tensor
+    reader: AxisReader
+    follows: bool = True
+    before: Tensor | None = None
+
+
+class PointMeasure:
+    """One kind of number at the points of one flow. Every method has a default that does nothing."""
+
+    def begin_pass(self) -> None:
+        """A pass through the flow begins: no point was seen before its first."""
+
+    def look(self, point: Point) -> Any:
+        """Measure a hidden state in the forward: what waits for its gradient. Nothing is read from a device."""
+
+    def pass_by(self, point: Point) -> None:
+        """A hidden state that gives no gradient: it is only the point before the next."""
+
+    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
+        """The gradient has arrived (None: it cannot be seen); `seen` is what `look` returned."""
+
+    def hide(self, row: int, *, entry: bool) -> None:
+        """Compiled: an operation in place changed the hidden state, and its hook gets only a part of the gradient."""
+
+    def forget(self) -> None:
+        """The step is over."""
+
+
+class Statistic(Protocol):
+    """Sums of a hidden state and of its gradient; the columns of the second follow those of the first."""
+
+    columns: int
+    gradient_powers: tuple[int, ...]
+    """One a column of the gradient's sums: the power of the gradient that is added up in it (0: a count)."""
+
+    def sums(self, x: Tensor) -> Sums:
+        """[columns] of a hidden state."""
+
+    def gradient_sums(self, gradient: Tensor) -> Sums:
+        """[len(gradient_powers)] of its gradient."""
+
+
+class AddedUp(PointMeasure):
+    """A statistic whose sums are added up in the rows of a buffer, from column `at` on."""
+
+    def __init__(self, statistic: Statistic, buffer: DepositBuffer, at: int) -> None:
+        self.statistic, self.buffer, self.at = statistic, buffer, at
+
+    def look(self, point: Point) -> Sums | None:
+        """The forward's sums."""
+        return self.statistic.sums(point.x)
+
+    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
+        """Add the forward's sums and the gradient's."""
+        backward = self.of_gradient(gradient) if gradient is not None and self.statistic.gradient_powers else None
+        if isinstance(seen, tuple) and isinstance(backward, tuple):
+            self.buffer.add(row, self.at, seen + backward)  # their columns are neighbours
+            return
+        for at, sums in ((self.at, seen), (self.at + self.statistic.columns, backward)):
+            if sums is not None:
+                self.buffer.add(row, at, sums)
+
+    def of_gradient(self, gradient: Tensor) -> Sums | None:
+        """The gradient's sums."""
+        return self.statistic.gradient_sums(gradient)
+
+    def hide(self, row: int, *, entry: bool) -> None:
+        """The gradient's sums are not seen; at the entry x itself is only read when the gradient arrives."""
+        columns = self.statistic.columns
+        for column in range(0 if entry else columns, columns + len(self.statistic.gradient_powers)):
+            self.buffer.hide(row, self.at + column)
+
+
+class PointRows:
+    """The rows of one flow's points, and what is measured there."""
+
+    def __init__(self, buffer: DepositBuffer, measures: Sequence[PointMeasure]) -> None:
+        self.buffer, self.measures = buffer, measures
+        self.numbers: dict[PointKey, int] = {}
+        self.sharded: set[PointKey] = set()
+        """Points of which ranks of the same batch hold a part each: they add up too."""
+        self._entry: list[Any] | None = None
+        """What was seen at an x_0 without gradient waits for that of the next point."""
+
+    def row(self, key: PointKey) -> int:
+        """The row of a point, reserved where it is new."""
+        row = self.numbers.get(key)
+        if row is None:
+            row = self.numbers[key] = self.buffer.new_row()
+        return row
+
+    def begin_pass(self) -> None:
+        """A pass through the flow begins."""
+        self._entry = None
+        for measure in self.measures:
+            measure.begin_pass()
+
+    def look(
+        self, key: PointKey, x: Tensor, reader: AxisReader, *, follows: bool = True, before: Tensor | None = None
+    ) -> list[Any]:
+        """Measure a hidden state: what waits for its gradient."""
+        x = x.detach()
+        part = local(x)
+        if part is not x and any(placement.is_shard() for placement in x.placements):  # type: ignore[attr-defined]
+            self.sharded.add(key)
+        point = Point(key, part, reader, follows, before)
+        return [measure.look(point) for measure in self.measures]
+
+    def pass_by(self, key: PointKey, x: Tensor, reader: AxisReader) -> None:
+        """A hidden state without gradient was seen."""
+        point = Point(key, local(x.detach()), reader)
+        for measure in self.measures:
+            measure.pass_by(point)
+
+    def hold_entry(self, seen: list[Any] | None) -> None:
+        """What was seen at an x_0 without gradient waits for the next point's; None: x_0 has a gradient of its own."""
+        self._entry = seen
+
+    def take_entry(self) -> list[Any] | None:
+        """What waits of x_0, once."""
+        entry, self._entry = self._entry, None
+        return entry
+
+    def deposit(self, key: PointKey, seen: list[Any], gradient: Tensor | None) -> None:
+        """Add to the point's row what was seen in the forward, and what the gradient shows."""
+        row = self.row(key)
+        for measure, waiting in zip(self.measures, seen, strict=True):
+            measure.deposit(key, row, waiting, gradient)
+
+    def hide(self, key: PointKey) -> None:
+        """Compiled: the next block changed this point in place. What its hook gets is a part of the gradient: NaN."""
+        if (row := self.numbers.get(key)) is not None:
+            for measure in self.measures:
+                measure.hide(row, entry=key[0] == ENTRY)
+
+    def forget(self) -> None:
+        """The step is over."""
+        for measure in self.measures:
+            measure.forget()

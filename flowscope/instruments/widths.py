@@ -1,0 +1,20 @@
+"""Width of the hidden states of a flow that concatenates (DenseNet)."""
+
+from __future__ import annotations
+
+from flowscope.hooks.calls import PointKey
+from flowscope.hooks.points import Point, PointMeasure
+from flowscope.probes.layout import is_compiling
+
+
+class Widths(PointMeasure):
+    """How many features each point has."""
+
+    def __init__(self) -> None:
+        self.widths: dict[PointKey, int] = {}
+
+    def look(self, point: Point) -> None:
+        """Nothing has to wait: a width is no sum."""
+        if not is_compiling():
+            states, axis, _ = point.reader.read(point.x)
+            self.widths[point.key] = states.shape[axis]
