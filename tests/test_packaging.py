@@ -29,7 +29,7 @@ PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
 MEASURING = ANY | PLAIN | TORCH | {"flowscope.discovery", "flowscope.probes"}
-CENTRE = ("observation", "snapshot", "sharing", "record_parts", "passes")
+CENTRE = ("deposit", "observation", "snapshot", "sharing", "record_parts", "passes")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
@@ -43,9 +43,10 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),
     ("flowscope.probes.statistics", {"torch", "numpy"}),
-    *((f"flowscope.probes.{name}", MEASURING | {"flowscope.instruments"}) for name in CENTRE),
+    *((f"flowscope.probes.{name}", MEASURING | {"flowscope.hooks", "flowscope.instruments"}) for name in CENTRE),
     ("flowscope.probes", MEASURING),
-    ("flowscope.instruments", MEASURING | {"flowscope.instruments", "flowscope.metrics"}),
+    ("flowscope.hooks", MEASURING | {"flowscope.hooks"}),
+    ("flowscope.instruments", MEASURING | {"flowscope.hooks", "flowscope.instruments", "flowscope.metrics"}),
     ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
     ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
     ("flowscope.merging", ANY | PLAIN | TORCH | WRAPPING),

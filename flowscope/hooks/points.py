@@ -9,16 +9,24 @@ Axis letters: D features, P points.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.errors import FlowscopeError
+from flowscope.faults import Faults
 from flowscope.hooks.calls import ENTRY, PointKey
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.layout import AxisReader
+from flowscope.probes.layout import AxisReader, is_compiling
 from flowscope.probes.payload import local
-from flowscope.probes.statistics import Sums
+from flowscope.probes.statistics import ELEMENTS, Sums, full_precision
+
+Array = NDArray[np.float64]
 
 
 class Point(NamedTuple):
@@ -60,6 +68,11 @@ class PointMeasure:
     def forget(self) -> None:
         """The step is over."""
 
+    def metrics(self, rows: Array) -> dict[str, Array]:
+        """The metrics [P] of the rows [P, columns] of one flow's points."""
+        del rows
+        return {}
+
 
 class Statistic(Protocol):
     """Sums of a hidden state and of its gradient; the columns of the second follow those of the first."""
@@ -73,6 +86,22 @@ class Statistic(Protocol):
 
     def gradient_sums(self, gradient: Tensor) -> Sums:
         """[len(gradient_powers)] of its gradient."""
+
+
+class FurtherStatistic(Statistic, Protocol):
+    """One that makes its own metric of the sums: `flowscope.instruments.PointStatistic`."""
+
+    name: ClassVar[str]
+
+    @property
+    def fuse(self) -> str:
+        """What a fault of it switches off."""
+
+    def look(self, point: Point) -> Tensor:
+        """[columns] of a hidden state."""
+
+    def values(self, rows: Array) -> Array:
+        """[P] of [P, columns of both]."""
 
 
 class AddedUp(PointMeasure):
@@ -104,6 +133,60 @@ class AddedUp(PointMeasure):
         columns = self.statistic.columns
         for column in range(0 if entry else columns, columns + len(self.statistic.gradient_powers)):
             self.buffer.hide(row, self.at + column)
+
+
+class Stranger(AddedUp):
+    """A statistic that is not ours: its faults switch off it alone, and what it returns is checked."""
+
+    def __init__(self, statistic: FurtherStatistic, buffer: DepositBuffer, at: int, faults: Faults) -> None:
+        super().__init__(statistic, buffer, at)
+        self._stranger, self._faults = statistic, faults
+
+    def look(self, point: Point) -> Sums | None:
+        """The forward's sums, None where it failed."""
+        return self._sums(self._stranger.look, point, point.x, self.statistic.columns)
+
+    def of_gradient(self, gradient: Tensor) -> Sums | None:
+        """Likewise of the gradient."""
+        return self._sums(self.statistic.gradient_sums, gradient, gradient, len(self.statistic.gradient_powers))
+
+    def _sums(self, function: Callable[[Any], Sums], given: Any, x: Tensor, count: int) -> Sums | None:
+        with torch.no_grad(), full_precision(x):
+            if is_compiling():  # a fault breaks the graph there, and the hook with it
+                return self._checked(function, given, count)
+            sums: Tensor | None = self._faults.guard(self._stranger.fuse, self._checked, function, given, count)
+        return sums.numpy() if sums is not None and sums.is_cpu else sums
+
+    def _checked(self, function: Callable[[Any], Sums], given: Any, count: int) -> Tensor:
+        sums = torch.as_tensor(function(given))
+        if sums.shape != (count,):
+            raise FlowscopeError(
+                f"{type(self._stranger).__name__}.{function.__name__}: got sums of shape {tuple(sums.shape)}, expected "
+                f"({count},), one a column."
+            )
+        return sums.detach()
+
+    def metrics(self, rows: Array) -> dict[str, Array]:
+        """The statistic's values, NaN where a point was not seen; nothing where it failed."""
+        values = self._faults.guard(self._stranger.fuse, self._values, rows)
+        return {} if values is None else {self._stranger.name: values}
+
+    def _values(self, rows: Array) -> Array:
+        stop = self.at + self.statistic.columns + len(self.statistic.gradient_powers)
+        with np.errstate(all="ignore"):
+            values = np.asarray(self._stranger.values(rows[:, self.at : stop].copy()), dtype=np.float64)
+        if values.shape != (len(rows),):
+            raise FlowscopeError(
+                f"{type(self._stranger).__name__}.values: got shape {values.shape}, expected ({len(rows)},), a number "
+                "a point."
+            )
+        return np.where(rows[:, ELEMENTS] > 0, values, np.nan)
+
+
+def placed(statistics: Sequence[Statistic], start: int) -> tuple[list[int], int]:
+    """Where in a row the columns of each statistic begin, one behind the other from `start` on, and where they end."""
+    ends = list(accumulate((s.columns + len(s.gradient_powers) for s in statistics), initial=start))
+    return ends[:-1], ends[-1]
 
 
 class PointRows:
@@ -167,6 +250,19 @@ class PointRows:
         if (row := self.numbers.get(key)) is not None:
             for measure in self.measures:
                 measure.hide(row, entry=key[0] == ENTRY)
+
+    def gradient_powers(self) -> Array:
+        """The power of the gradient that is added up in each column: 0 for sums of the forward, and for counts."""
+        powers = np.zeros(self.buffer.columns)
+        for measure in self.measures:
+            if isinstance(measure, AddedUp):
+                at = measure.at + measure.statistic.columns
+                powers[at : at + len(measure.statistic.gradient_powers)] = measure.statistic.gradient_powers
+        return powers
+
+    def metrics(self, rows: Array) -> dict[str, Array]:
+        """The metrics of the rows of points."""
+        return {name: values for measure in self.measures for name, values in measure.metrics(rows).items()}
 
     def forget(self) -> None:
         """The step is over."""

@@ -17,6 +17,7 @@ from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.outputs import Outputs
 from flowscope.instruments.parameters import Parameters
+from flowscope.instruments.point_statistic import PointStatistic
 from flowscope.instruments.routing import Routing
 from flowscope.instruments.solvers import Solvers
 from flowscope.instruments.units import Units
@@ -27,7 +28,7 @@ from flowscope.probes.site_summaries import ALPHA, GATES, MIXING
 from flowscope.probes.sites import GRADIENTS
 from flowscope.specs import OTHERS
 
-__all__ = ["BUILT_IN", "METRICS", "Instrument", "Taken", "instruments_for", "specs_of"]
+__all__ = ["BUILT_IN", "METRICS", "Instrument", "PointStatistic", "Taken", "instruments_for", "specs_of"]
 
 BUILT_IN: tuple[type[Instrument], ...] = (
     Parameters,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
-from flowscope.hooks.points import PointMeasure, PointRows
+from flowscope.hooks.points import PointMeasure, PointRows, Stranger, placed
 from flowscope.instruments.cosines import Cosines
 from flowscope.instruments.gradient_flow import AddedNorms, Norms
 from flowscope.instruments.rank import Rank
@@ -26,9 +26,10 @@ from flowscope.instruments.widths import Widths
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.canary import Canary
-from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import local
+from flowscope.torch_internals import in_backward
 
 __all__ = ["FlowObserver", "PointKey"]
 
@@ -60,7 +61,7 @@ class FlowObserver:
         self.part = f"flow {flow.name}"
         self.borrowed = borrowed or {}
         self.on_drop: Callable[[], None] = lambda: None
-        self.seen = PointRows(buffer, _measures(flow, config, switch, buffer, streams=streams))
+        self.seen = PointRows(buffer, _measures(flow, config, hooks, buffer, streams=streams))
         self.calls = Calls(flow, self.seen.begin_pass)
         self.paths = [display_path(path) for path in flow.outputs]
         self._readers: list[AxisReader] = []
@@ -285,12 +286,14 @@ class FlowObserver:
 
 
 def _measures(
-    flow: Flow, config: WatchConfig, switch: Switch, buffer: DepositBuffer, *, streams: bool
+    flow: Flow, config: WatchConfig, hooks: Hooks, buffer: DepositBuffer, *, streams: bool
 ) -> list[PointMeasure]:
     measures: list[PointMeasure] = [AddedNorms(Norms(), buffer, statistics.SQUARE)]
     if "depth" in config.metrics and flow.kind in ("blocks", "stage", "chain", "concat") and not streams:
         measures.append(Cosines(buffer, statistics.TO_INPUT, config.positions, origin_first=flow.entry is None))
-        measures.append(Rank(switch))
+        measures.append(Rank(hooks.switch))
     if flow.kind == "concat":
         measures.append(Widths())
-    return measures
+    firsts, _ = placed(hooks.statistics, statistics.COLUMNS)
+    further = zip(hooks.statistics, firsts, strict=True)
+    return measures + [Stranger(statistic, buffer, at, hooks.faults) for statistic, at in further]

@@ -126,6 +126,8 @@ class Hooks:
         """Of the scope's sampled steps."""
         self.optimizers: Callable[[], Sequence[Any]] = lambda: ()
         """Those known to hold parameters of the model, in the order they step."""
+        self.statistics: list[Any] = []
+        """`PointStatistic`s: added up at the points of all flows, beside what flowscope itself measures there."""
         self._handles: list[Any] = []
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
 

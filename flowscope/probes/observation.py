@@ -15,6 +15,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.hyper_connections import by_flow
 from flowscope.discovery.view import ModelView
 from flowscope.faults import LOGGER
+from flowscope.hooks.points import placed
 from flowscope.instruments import Instrument, instruments_for
 from flowscope.probes.alignment import AlignmentObserver
 from flowscope.probes.buffer import DepositBuffer, HostCopy
@@ -63,7 +64,6 @@ class Observation:
         self.faults = hooks.faults
         self.switch = hooks.switch
         self.canary = Canary()
-        self.buffer = DepositBuffer(COLUMNS)
         self.flows: list[FlowObserver] = []
         self.times: list[TimeObserver] = []
         self.trajectories: list[TrajectoryObserver] = []
@@ -72,6 +72,7 @@ class Observation:
         self.instruments = instruments_for(view, config, instruments)
         for instrument in self.instruments:
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
+        self.buffer = DepositBuffer(placed(hooks.statistics, COLUMNS)[1])
         self._hear = {event: self._hearing(event) for event in EVENTS}
         self.on_forward: Callable[[], None] = lambda: None
         """Called when a training forward of the root begins."""

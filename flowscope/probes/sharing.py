@@ -19,7 +19,7 @@ from torch import Tensor
 from flowscope.instruments.instrument import Taken
 from flowscope.probes.deposit import FlowObserver, PointKey
 from flowscope.probes.payload import Part, Sharing, flat, from_host
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, GRAD_SQUARE, wide
+from flowscope.probes.statistics import BACKWARDS, wide
 
 Array = NDArray[np.float64]
 Vectors = Sequence[tuple[slice, Sequence[tuple[int, int]]]]
@@ -94,14 +94,15 @@ class PartMaker:
         """The rows of the points: those known from the structure as one part, each further call as one of its own.
 
         Args:
-            where: the deposit buffer's tensors, [R, COLUMNS] each.
+            where: the deposit buffer's tensors, [R, columns] each.
             flows: whose rows they are.
             calls: how often each point was called and gave gradient, by the id of the flow.
             fixed: how many rows are known from the structure.
         """
         held = self._tensors[where]
         count = max((t.shape[0] for t in held), default=0)
-        total = np.zeros((count, COLUMNS))
+        columns = held[0].shape[1] if held else 0
+        total = np.zeros((count, columns))
         places = [Place(flow, key, row) for flow in flows for key, row in flow.rows.items() if row < count]
         known = sorted((place for place in places if place.row < fixed), key=lambda place: place.row)
         further = [[place] for place in places if place.row >= fixed]
@@ -111,16 +112,16 @@ class PartMaker:
                 return self._gather_rows(held, some, calls)
 
             def scatter(sums: Array) -> None:
-                table = sums.reshape(len(some), COLUMNS + 2)
-                table[:, GRAD_SQUARE] /= self._sharing.divisor**2
-                table[:, [BACKWARDS, COLUMNS, COLUMNS + 1]] /= self._sharing.replicas
+                table = sums.reshape(len(some), columns + 2)
+                table[:, :columns] /= self._sharing.divisor ** some[0].flow.seen.gradient_powers()
+                table[:, [BACKWARDS, columns, columns + 1]] /= self._sharing.replicas
                 for place, row in zip(some, table, strict=True):
-                    total[place.row] = row[:COLUMNS]
-                    for counted, number in zip(calls[id(place.flow)], row[COLUMNS:], strict=True):
+                    total[place.row] = row[:columns]
+                    for counted, number in zip(calls[id(place.flow)], row[columns:], strict=True):
                         counted[place.key] = float(number)
                 self._replace(where, total)
 
-            return Part(name, len(some) * (COLUMNS + 2), gather, scatter, fixed=some is known)
+            return Part(name, len(some) * (columns + 2), gather, scatter, fixed=some is known)
 
         parts = [part("points", known)] if known else []
         return parts + [part(f"point {some[0].flow.flow.name} {some[0].key}", some) for some in further]
@@ -128,11 +129,12 @@ class PartMaker:
     def _gather_rows(self, held: Sequence[Tensor], places: Sequence[Place], calls: Calls) -> Tensor:
         """The rows of some points that follow one another, and their calls, as one row of numbers."""
         device, (start, stop) = self._sharing.device, (places[0].row, places[-1].row + 1)
-        sums = flat([t[start:stop] for t in held if t.shape[0] >= stop], device).view(-1, COLUMNS)
+        columns = held[0].shape[1]
+        sums = flat([t[start:stop] for t in held if t.shape[0] >= stop], device).view(-1, columns)
         counts = [[counted.get(place.key, 0) for counted in calls[id(place.flow)]] for place in places]
         out = torch.cat([sums, from_host(np.array(counts), device).view(-1, 2)], dim=1)
         if not self._sharing.states:
             mine = from_host(np.array([float(p.key in p.flow.sharded) for p in places]), device)
             out = torch.where(mine[:, None] > 0, out, 0.0)
-            out[:, [BACKWARDS, COLUMNS, COLUMNS + 1]] = 0.0
+            out[:, [BACKWARDS, columns, columns + 1]] = 0.0
         return out.reshape(-1)

@@ -21,7 +21,7 @@ from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sharing import PartMaker
 from flowscope.probes.sites import SiteObserver, grad_norms
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE
+from flowscope.probes.statistics import BACKWARDS, ELEMENTS, GRAD_SQUARE
 from flowscope.probes.through_time import TimeObserver
 from flowscope.records import FlowLayout, Record
 
@@ -118,7 +118,7 @@ class Snapshot:
         host = self._copy.read()
         for (start, stop), arrays in self._replaced.items():
             host[start:stop] = arrays
-        rows = added(host[self._rows], COLUMNS)
+        rows = added(host[self._rows], self._observation.buffer.columns)
         out = RecordBuilder(step)
         self._flows(out, rows, host)
         for site, where in self._sites:
@@ -168,6 +168,7 @@ class Snapshot:
         if flow.flow.kind == "concat":
             metrics["group_grad_norm"] = metrics["grad_norm"]
             metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
+        metrics.update(flow.seen.metrics(picked))
         out.along(metrics, labels)
         self._slow(out, flow, points, labels, host, picked)
         for site, where in self._sites:
@@ -185,7 +186,7 @@ class Snapshot:
 
     def _picked(self, flow: FlowObserver, points: list[PointKey], rows: Array) -> tuple[Array, Array]:
         """The rows of the points, and their calls: [2, points] forwards and those that could give gradient."""
-        picked = np.zeros((len(points), COLUMNS))
+        picked = np.zeros((len(points), rows.shape[1]))
         calls = np.full((2, len(points)), np.nan)
         for at, key in enumerate(points):
             owner, own = flow.source(key)

@@ -51,7 +51,7 @@ def depth_metrics(rows: Array) -> dict[str, Array]:
     different tokens of one sequence; sample_cosine [P]: the same of two samples of a batch, each the mean of its
     positions; branch_share [L] = b / (b + r), b = |x_l - x_{l-1}|, r = |x_{l-1}|.
     """
-    histograms = rows[1:, s.HISTOGRAM :]
+    histograms = rows[1:, s.HISTOGRAM : s.COLUMNS]
     with np.errstate(all="ignore"):
         low, median, high = histogram_quantiles(histograms, np.array([0.05, 0.5, 0.95]))
         branch, carry = np.sqrt(rows[1:, s.BRANCH_SQUARE]), np.sqrt(rows[1:, s.CARRY_SQUARE])
