@@ -162,90 +162,6 @@ ALIGNMENT = (
     ),
 )
 
-_units = partial(Metric, view="Depth", rows="modules", bounds=SHARE)
-
-UNITS = (
-    _units("dead_fraction", "Share of units that are off for the whole batch.", healthy="under 0.1", logged=True),
-    _units(
-        "dead_lasting",
-        "Share of units off at each of the last 32 positions or more.",
-        healthy="under 0.4; alert over 0.7",
-    ),
-    _units(
-        "saturation",
-        "Share of values in the flat tails of tanh or sigmoid.",
-        formula="share of |z| > 2.5 (tanh) or > 5 (sigmoid)",
-        healthy="under 0.5",
-    ),
-)
-
-_parameter = partial(Metric, view="Parameters", rows="parameters")
-
-PARAMETERS = (
-    _parameter(
-        "update_ratio",
-        "How far one step moves each parameter. Rule of thumb: about 0.001.",
-        formula="‖Δw‖ / ‖w‖",
-        scale="log",
-        of_gradient=True,
-        logged=True,
-        charted="linear",
-        opens=True,
-    ),
-    _parameter(
-        "param_grad_norm",
-        "Gradient the optimizer consumes. Grey: none arrived.",
-        formula="‖dL/dw‖ after clipping",
-        unit="loss / weight",
-        scale="log",
-        of_gradient=True,
-        logged=True,
-    ),
-    _parameter(
-        "param_grad_norm_raw",
-        "Gradient as backward left it, before clipping.",
-        formula="‖dL/dw‖ before clipping",
-        unit="loss / weight",
-        scale="log",
-        of_gradient=True,
-    ),
-    _parameter("param_norm", "Norm of each parameter.", formula="‖w‖", unit="weight", scale="log"),
-    _parameter(
-        "param_unchanged",
-        "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded away.",
-        bounds=SHARE,
-        of_gradient=True,
-    ),
-    _parameter(
-        "clip_ratio",
-        "Gradient norm after clipping over before. 1: not clipped.",
-        formula="sqrt(sum param_grad_norm²) / sqrt(sum param_grad_norm_raw²)",
-        scale="log",
-        rows="model",
-        of_gradient=True,
-        logged=True,
-    ),
-    _parameter(
-        "grad_carried",
-        "What .grad held of earlier steps, over what this step used.",
-        healthy="0 (zero_grad was called)",
-        rows="model",
-        of_gradient=True,
-    ),
-    _parameter(
-        "weight_spread",
-        "Relative spread between the rows (units) of a matrix. At 0 all units are one. Grey: zeros or frozen.",
-        formula="sqrt(mean over columns of the variance over rows / mean square)",
-        scale="log",
-        ranks="whole",
-    ),
-    _parameter("param_lr", "Learning rate of the group that holds the parameter. Grey: none.", scale="log"),
-    _parameter("param_trainable", "1 where the parameter asks for a gradient.", bounds=SHARE),
-    _parameter("param_optimized", "1 where an optimizer holds the parameter.", bounds=SHARE),
-    _parameter("param_is_norm", "1 where the parameter belongs to a normalisation layer.", bounds=SHARE),
-    _parameter("param_epsilon", "Machine epsilon of the parameter's numbers.", scale="log"),
-)
-
 RUN = (
     Metric(
         "rank_gap",
@@ -268,16 +184,4 @@ RUN = (
     Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )
 
-OTHERS = {
-    metric.name: metric
-    for group in (
-        GRADIENT_FLOW,
-        COSINES,
-        DIRECTIONS,
-        ALIGNMENT,
-        UNITS,
-        PARAMETERS,
-        RUN,
-    )
-    for metric in group
-}
+OTHERS = {metric.name: metric for group in (GRADIENT_FLOW, COSINES, DIRECTIONS, ALIGNMENT, RUN) for metric in group}

@@ -18,7 +18,6 @@ from flowscope.distributed import is_local
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
 from flowscope.panels.report import report_payload
-from flowscope.probes import snapshot
 from flowscope.records import Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, reduction
 
@@ -71,7 +70,6 @@ def answers(name: str) -> dict[str, object]:
         "local": is_local(name, record, (), sharded=False),
         "local_where_sharded": is_local(name, record, (), sharded=True),
         "local_in_a_local_flow": is_local(name, record, {"rnn.l0"}, sharded=False),
-        "wiring": snapshot.WIRING.index(name) if name in snapshot.WIRING else None,
     }
 
 

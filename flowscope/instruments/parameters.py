@@ -24,6 +24,7 @@ from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
 from flowscope.instruments.raw_gradients import RawGradients, entries
 from flowscope.instruments.weight_samples import WeightSamples
 from flowscope.instruments.wiring import held_by
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.norms import Number, norms
 from flowscope.probes.payload import Part, Sharing, local
@@ -33,10 +34,66 @@ from flowscope.records import few
 SAMPLE_BUDGET = 1 << 22
 
 
+_parameter = partial(Metric, view="Parameters", rows="parameters")
+
+
 class Parameters(Instrument):
     """All floating-point parameters of a model, tied ones once, under their first name."""
 
     name = "parameters"
+    metrics = (
+        _parameter(
+            "update_ratio",
+            "How far one step moves each parameter. Rule of thumb: about 0.001.",
+            formula="‖Δw‖ / ‖w‖",
+            scale="log",
+            of_gradient=True,
+            logged=True,
+            charted="linear",
+            opens=True,
+        ),
+        _parameter(
+            "param_grad_norm",
+            "Gradient the optimizer consumes. Grey: none arrived.",
+            formula="‖dL/dw‖ after clipping",
+            unit="loss / weight",
+            scale="log",
+            of_gradient=True,
+            logged=True,
+        ),
+        _parameter(
+            "param_grad_norm_raw",
+            "Gradient as backward left it, before clipping.",
+            formula="‖dL/dw‖ before clipping",
+            unit="loss / weight",
+            scale="log",
+            of_gradient=True,
+        ),
+        _parameter("param_norm", "Norm of each parameter.", formula="‖w‖", unit="weight", scale="log"),
+        _parameter(
+            "param_unchanged",
+            "Share of entries that the step left as they were. At 1 nothing moved; high in bf16: updates are rounded "
+            "away.",
+            bounds=(0.0, 1.0),
+            of_gradient=True,
+        ),
+        _parameter(
+            "clip_ratio",
+            "Gradient norm after clipping over before. 1: not clipped.",
+            formula="sqrt(sum param_grad_norm²) / sqrt(sum param_grad_norm_raw²)",
+            scale="log",
+            rows="model",
+            of_gradient=True,
+            logged=True,
+        ),
+        _parameter(
+            "grad_carried",
+            "What .grad held of earlier steps, over what this step used.",
+            healthy="0 (zero_grad was called)",
+            rows="model",
+            of_gradient=True,
+        ),
+    )
 
     def __init__(self, update_samples: int) -> None:
         self._update_samples = update_samples

@@ -32,6 +32,9 @@ TOLERANCE = 1e-2
 """Scores that are nowhere negative and add up to 1 within this (bf16 rounds to 4e-3) are probabilities."""
 
 
+_routing = partial(Metric, view="Routing", rows="modules")
+
+
 class Routing(Instrument):
     """The routers of a model: loads and entropies, added up over the training forwards of a step.
 
@@ -40,15 +43,13 @@ class Routing(Instrument):
 
     name = "routing"
     metrics = (
-        Metric(
+        _routing(
             "route_entropy",
             "How undecided a router is, in units of log(experts). 1: all equal.",
             formula="mean over tokens of the entropy of the probabilities / log E",
             bounds=(0.0, 1.0),
-            view="Routing",
-            rows="modules",
         ),
-        Metric(
+        _routing(
             "route_max_violation",
             "Tokens of the fullest expert over the mean, less 1.",
             formula="largest load / mean load - 1",
@@ -56,26 +57,20 @@ class Routing(Instrument):
             source="arXiv 2408.15664",
             limits=("expert_violation",),
             opens=True,
-            view="Routing",
-            rows="modules",
         ),
-        Metric(
+        _routing(
             "route_dead",
             "Share of experts without a token.",
             healthy="0; alert over 0.5",
             bounds=(0.0, 1.0),
             limits=("expert_dead",),
-            view="Routing",
-            rows="modules",
         ),
-        Metric(
+        _routing(
             "route_load",
             "Tokens an expert gets in a step, mean. Under 4 the others say little.",
             formula="tokens K / E",
             unit="tokens",
             scale="log",
-            view="Routing",
-            rows="modules",
         ),
     )
     HEAD = 2

@@ -68,34 +68,29 @@ class Solver:
         self.last, self.injected, self.varies = None, None, False
 
 
+_routing = partial(Metric, view="Routing", rows="modules")
+
+
 class Solvers(Instrument):
     """The iterative layers of a model."""
 
     name = "solvers"
     metrics = (
-        Metric(
+        _routing(
             "solver_nfe",
             "Function evaluations a forward.",
             healthy="steady; alert at 4 times its start",
-            view="Routing",
-            rows="modules",
         ),
-        Metric(
-            "solver_nfe_backward", "Function evaluations a backward (adjoint method).", view="Routing", rows="modules"
-        ),
-        Metric(
+        _routing("solver_nfe_backward", "Function evaluations a backward (adjoint method)."),
+        _routing(
             "solver_residual",
             "How far the solution is from a fixed point.",
             formula="|f(z) - z| / |f(z)|",
             healthy="about 0.001; alert over 0.01",
             scale="log",
             limits=("solver_residual",),
-            view="Routing",
-            rows="modules",
         ),
-        Metric(
-            "jacobian_radius", "Spectral radius of the iterated map.", healthy="under 1", view="Routing", rows="modules"
-        ),
+        _routing("jacobian_radius", "Spectral radius of the iterated map.", healthy="under 1"),
     )
 
     def __init__(self) -> None:

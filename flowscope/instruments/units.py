@@ -27,6 +27,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import Part, Sharing, flat, local, pack, packed_size, unpack
@@ -136,10 +137,27 @@ class UnitProbe:
         return self._lasting
 
 
+_units = partial(Metric, view="Depth", rows="modules", bounds=(0.0, 1.0))
+
+
 class Units(Instrument):
     """Dead and saturated units of every activation module (and of rectified inputs) of a model."""
 
     name = "units"
+    metrics = (
+        _units("dead_fraction", "Share of units that are off for the whole batch.", healthy="under 0.1", logged=True),
+        _units(
+            "dead_lasting",
+            "Share of units off at each of the last 32 positions or more.",
+            healthy="under 0.4; alert over 0.7",
+        ),
+        _units(
+            "saturation",
+            "Share of values in the flat tails of tanh or sigmoid.",
+            formula="share of |z| > 2.5 (tanh) or > 5 (sigmoid)",
+            healthy="under 0.5",
+        ),
+    )
 
     def __init__(self, units: int, positions: int) -> None:
         self._units, self._positions = units, positions

@@ -18,6 +18,7 @@ from torch import Tensor
 from flowscope.discovery.parameters import rows
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import local
 from flowscope.probes.record_builder import RecordBuilder
@@ -38,6 +39,17 @@ class WeightSpread(Instrument):
     """The weight matrices of a model, on the slow schedule."""
 
     name = "weight_spread"
+    metrics = (
+        Metric(
+            "weight_spread",
+            "Relative spread between the rows (units) of a matrix. At 0 all units are one. Grey: zeros or frozen.",
+            formula="sqrt(mean over columns of the variance over rows / mean square)",
+            view="Parameters",
+            rows="parameters",
+            scale="log",
+            ranks="whole",
+        ),
+    )
 
     def __init__(self) -> None:
         self._found: list[tuple[list[int], Tensor]] = []

@@ -13,14 +13,24 @@ from torch import Tensor
 from flowscope.discovery.parameters import ParameterList
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.record_builder import RecordBuilder
+
+_parameter = partial(Metric, view="Parameters", rows="parameters")
 
 
 class Wiring(Instrument):
     """The parameters of a model and the optimizers that hold them."""
 
     name = "wiring"
+    metrics = (
+        _parameter("param_trainable", "1 where the parameter asks for a gradient.", bounds=(0.0, 1.0)),
+        _parameter("param_optimized", "1 where an optimizer holds the parameter.", bounds=(0.0, 1.0)),
+        _parameter("param_lr", "Learning rate of the group that holds the parameter. Grey: none.", scale="log"),
+        _parameter("param_is_norm", "1 where the parameter belongs to a normalisation layer.", bounds=(0.0, 1.0)),
+        _parameter("param_epsilon", "Machine epsilon of the parameter's numbers.", scale="log"),
+    )
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Nothing of the model is called."""

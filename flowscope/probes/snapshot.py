@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MATRIX_POINTS = 128
-WIRING = ("param_trainable", "param_optimized", "param_lr")
 
 
 class Snapshot:
