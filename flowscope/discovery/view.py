@@ -9,6 +9,7 @@ import fnmatch
 from collections.abc import Sequence
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from flowscope.discovery.flows import plan_flows
@@ -124,6 +125,12 @@ class ModelView:
     def parameters(self) -> ParameterList:
         """The parameters as they are now, by number and name."""
         return ParameterList(self.tree)
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """Where parameters are."""
+        held = [parameter for _, module in self.modules for parameter in module._parameters.values()]
+        return {parameter.device for parameter in held if parameter is not None}
 
     @cached_property
     def batch_norms(self) -> list[Named]:

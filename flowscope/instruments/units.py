@@ -176,7 +176,8 @@ class Units(Instrument):
         readers: dict[int, AxisReader] = {}
         for path, module, kind in view.activations:
             parent = view.model.get_submodule(path.rpartition(".")[0])
-            reader = readers.setdefault(id(parent), AxisReader.of(parent))
+            if (reader := readers.get(id(parent))) is None:
+                reader = readers[id(parent)] = AxisReader.of(parent)
             if kind != "input":
                 probe = UnitProbe(display_path(path), kind)
                 probe.handle = hooks.after(module, self.fuse, partial(self._after, probe, reader), hooks.switch)

@@ -106,12 +106,11 @@ class Observation:
             self.trajectories = [TrajectoryObserver(path, f, self.switch, hooks) for path, f in view.dynamics if path]
         if not self.flows and not self.times:
             hooks.after(model, "root hook", self._root_output)
-        self._prepare_buffers()
+        self._prepare_buffers(view.devices)
         self.fixed_rows = self.buffer.rows
         """Rows of points known from the structure alone; further calls of a module get theirs when they are seen."""
 
-    def _prepare_buffers(self) -> None:
-        devices = {parameter.device for parameter in self.model.parameters()}
+    def _prepare_buffers(self, devices: set[torch.device]) -> None:
         buffers = [self.buffer, self.canary.buffer, *(site.buffer for site in self.sites)]
         if self.gates is not None:
             buffers.append(self.gates.buffer)
