@@ -13,6 +13,7 @@ from typing import Any
 from flowscope.config import WatchConfig
 from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
+from flowscope.instruments import cosines, gradient_flow, rank, widths
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.outputs import Outputs
@@ -47,8 +48,13 @@ def specs_of(instruments: Iterable[Any]) -> dict[str, Metric]:
     return {metric.name: metric for instrument in instruments for metric in instrument.metrics}
 
 
-_SITES = (*GATES, *MIXING, ALPHA, *GRADIENTS)
-METRICS: dict[str, Metric] = {**OTHERS, **{metric.name: metric for metric in _SITES}, **specs_of(BUILT_IN)}
+_OF_FLOWS = (*gradient_flow.METRICS, *cosines.METRICS, *rank.METRICS, *widths.METRICS)
+_OF_SITES = (*GATES, *MIXING, ALPHA, *GRADIENTS)
+METRICS: dict[str, Metric] = {
+    **{metric.name: metric for metric in (*_OF_FLOWS, *_OF_SITES)},
+    **OTHERS,
+    **specs_of(BUILT_IN),
+}
 """All metrics of flowscope itself."""
 
 

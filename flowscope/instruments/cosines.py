@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from flowscope.hooks.calls import ENTRY
 from flowscope.hooks.points import Point, PointMeasure
+from flowscope.metrics import Metric
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.depth import DepthRow, DepthRows
@@ -17,6 +19,51 @@ from flowscope.probes.payload import local
 from flowscope.probes.statistics import Positions, Sums, full_precision, is_host
 
 Compare = Callable[[Positions | None, Positions, Positions | None], Sums | DepthRow]
+
+
+# a cosine below 0 widens the scale to -1 in the browser
+_depth = partial(Metric, view="Depth", bounds=(0.0, 1.0))
+METRICS = (
+    _depth(
+        "cosine",
+        "Cosine between a block's input and output (median; band 5 to 95 %). At 1 the block changes nothing.",
+        formula="median over positions of cos(x_{l-1}, x_l)",
+        rows="blocks",
+        band=("cosine_p05", "cosine_p95"),
+        logged=True,
+        charted="linear",
+        opens=True,
+    ),
+    _depth("cosine_p05", "The 5 % quantile of cosine.", rows="blocks"),
+    _depth("cosine_p95", "The 95 % quantile of cosine.", rows="blocks"),
+    _depth(
+        "cosine_to_input",
+        "Cosine between the input of the stack and each depth. Low is what depth is for.",
+        formula="mean over positions of cos(x_0, x_l)",
+    ),
+    _depth(
+        "token_cosine",
+        "Mean cosine between different tokens of a sequence. At 1 all tokens are one vector: alert over 0.999.",
+        formula="(‖sum_t u_t‖² - T) / (T (T - 1)) for unit vectors u_t",
+        source="arXiv 2103.03404",
+        limits=("token_cosine",),
+        logged=True,
+        charted="linear",
+    ),
+    _depth(
+        "sample_cosine",
+        "Mean cosine between different samples of a batch. At 1 all samples are one vector.",
+        formula="as token_cosine, over the mean of each sample's positions",
+        source="arXiv 1611.01232",
+    ),
+    _depth(
+        "branch_share",
+        "Size of a block's change beside what it was given.",
+        formula="b / (b + r), b = ‖x_l - x_{l-1}‖, r = ‖x_{l-1}‖",
+        rows="blocks",
+        bounds=None,
+    ),
+)
 
 
 class Cosines(PointMeasure):

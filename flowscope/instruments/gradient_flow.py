@@ -2,11 +2,80 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from flowscope.hooks.points import AddedUp
+from flowscope.metrics import Metric
 from flowscope.probes import statistics
 from flowscope.probes.statistics import Sums
+
+_gradient = partial(Metric, view="Gradient", scale="log", of_gradient=True)
+_count = partial(Metric, view="Finiteness", unit="count")
+METRICS = (
+    _gradient(
+        "gradient_product",
+        "Share of the last point's gradient that arrives at each depth.",
+        formula="‖dL/dx_l‖ / ‖dL/dx_L‖",
+        healthy="0.1 to 10; alert under 0.001 (in time 1e-8)",
+        limits=("vanishing_product", "exploding_product"),
+        logged=True,
+        charted="log",
+        opens=True,
+    ),
+    _gradient(
+        "gain",
+        "What one block does to the gradient that passes back through it.",
+        formula="‖dL/dx_{l-1}‖ / ‖dL/dx_l‖",
+        healthy="about 1",
+        rows="blocks",
+        logged=True,
+        charted="linear",
+    ),
+    _gradient(
+        "grad_norm",
+        "Norm of the gradient at each depth. Compare along depth, not between models.",
+        formula="‖dL/dx_l‖",
+        unit="loss / activation",
+        times_loss_scale=True,
+    ),
+    _gradient(
+        "grad_rms",
+        "Gradient norm per entry: comparable between points of different size.",
+        formula="‖dL/dx_l‖ / sqrt(entries of x_l)",
+        unit="loss / activation",
+        times_loss_scale=True,
+    ),
+    Metric(
+        "act_rms",
+        "Size of the hidden state. Growing slowly with depth is normal in Pre-LN; jumps are not.",
+        formula="sqrt(mean x_l²)",
+        unit="activation",
+        source="arXiv 2002.04745",
+        view="Depth",
+        scale="log",
+        logged=True,
+        charted="linear",
+    ),
+    _count(
+        "nonfinite",
+        "Count of inf and NaN in the activation.",
+        formula="entries of x_l that are inf or NaN",
+        healthy="0",
+        opens=True,
+    ),
+    _count(
+        "nonfinite_grad",
+        "Count of inf and NaN in the gradient.",
+        formula="entries of dL/dx_l that are inf or NaN",
+        healthy="0",
+        of_gradient=True,
+    ),
+    _count("backward_calls", "Gradients that arrived in the step."),
+    _count("forward_calls", "Forward calls in the step."),
+    _count("tracked_calls", "Forward calls whose output asked for a gradient."),
+)
 
 
 class Norms:

@@ -9,10 +9,33 @@ from torch import Tensor
 
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.points import Point, PointMeasure
+from flowscope.metrics import Metric
 from flowscope.probes import statistics
 from flowscope.probes.hooks import Switch
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.statistics import full_precision
+
+METRICS = (
+    Metric(
+        "effective_rank",
+        "How many directions the tokens of a sequence use. At 1 they are one vector.",
+        formula="exp(-sum p log p), p = singular values / their sum",
+        unit="directions",
+        source="arXiv 2210.02885",
+        view="Depth",
+        scale="log",
+        ranks="first",
+    ),
+    Metric(
+        "cosine_matrix",
+        "Cosine of each pair of depths. Bright squares on the diagonal are stretches of blocks that change nothing.",
+        formula="mean over positions of cos(x_i, x_j)",
+        view="Depth",
+        shape="matrix",
+        bounds=(0.0, 1.0),
+        ranks="first",
+    ),
+)
 
 
 class Rank(PointMeasure):

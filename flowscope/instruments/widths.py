@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.points import Point, PointMeasure
+from flowscope.metrics import Metric
 from flowscope.probes.layout import is_compiling
+
+METRICS = (
+    Metric(
+        "group_grad_norm",
+        "Gradient of each layer's new features over all their uses (features are concatenated).",
+        view="Gradient",
+        scale="log",
+        of_gradient=True,
+        formula="‖dL/dF_l‖",
+        unit="loss / activation",
+        times_loss_scale=True,
+    ),
+    Metric("width", "Number of new features of each layer.", unit="features", view="Depth"),
+)
 
 
 class Widths(PointMeasure):
