@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from flowscope.errors import FlowscopeError
 
 Scale = Literal["log", "linear"]
 Shape = Literal["profile", "matrix", "stack"]
@@ -19,6 +21,7 @@ Rows = Literal["points", "blocks", "sites", "modules", "parameters", "model"]
 Ranks = Literal["sum", "first", "whole"]
 
 VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
+_CHOICES = {"scale": get_args(Scale), "shape": get_args(Shape), "rows": get_args(Rows), "ranks": get_args(Ranks)}
 _BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 
 
@@ -51,6 +54,9 @@ class Metric:
         logged: loggers with one curve a name get it unless told otherwise.
         charted: the scale of its chart among TensorBoard's scalars; None for no chart.
         opens: whether its view begins with it.
+
+    Raises:
+        FlowscopeError: scale, shape, rows or ranks is none of the known words.
     """
 
     name: str
@@ -74,6 +80,12 @@ class Metric:
     logged: bool = False
     charted: Scale | None = None
     opens: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the words that others decide by."""
+        for field, known in _CHOICES.items():
+            if (given := getattr(self, field)) not in known:
+                raise FlowscopeError(f"Metric({self.name!r}, {field}={given!r}): expected one of {', '.join(known)}.")
 
     @property
     def says(self) -> str:
@@ -108,6 +120,7 @@ class Metric:
         """
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        known = {name: value for name, value in known.items() if value in _CHOICES.get(name, (value,))}
         return cls(**{"name": data["name"], "words": "", **known})
 
 
@@ -124,7 +137,7 @@ def of_0_1() -> dict[str, Metric]:
     return {data["name"]: Metric.from_json(data) for data in told_by_0_1()["metrics"]}
 
 
-def specs_of(run: Mapping[str, Metric]) -> Mapping[str, Metric]:
+def described(run: Mapping[str, Metric]) -> Mapping[str, Metric]:
     """What a run (its header, or a record of it) says of its metrics, or what is known of one that says nothing."""
     return run or of_0_1()
 
@@ -132,7 +145,7 @@ def specs_of(run: Mapping[str, Metric]) -> Mapping[str, Metric]:
 def spec_of(key: str, run: Mapping[str, Metric]) -> Metric:
     """The spec of the metric behind a key of `Record.metrics`; of one that nobody described, a guess by its name."""
     name = key.partition("@")[0]
-    if (known := specs_of(run).get(name)) is not None:
+    if (known := described(run).get(name)) is not None:
         return known
     rows: Rows = "parameters" if name.startswith("param_") else "points"
     return Metric(name, "", scale="log" if _BY_MAGNITUDE & set(name.split("_")) else "linear", rows=rows)

@@ -15,6 +15,7 @@ import flowscope
 from benchmarks import metric_tables
 from flowscope import recorder
 from flowscope.distributed import is_local
+from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
 from flowscope.panels.report import report_payload
@@ -33,7 +34,12 @@ def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:
 
 
 def test_a_metric_of_a_later_version_can_be_read() -> None:
-    assert Metric.from_json({"name": "x", "invented_later": 3}) == Metric("x", "")
+    assert Metric.from_json({"name": "x", "invented_later": 3, "scale": "square"}) == Metric("x", "")
+
+
+def test_a_metric_with_a_word_that_nobody_knows_is_refused_when_it_is_written() -> None:
+    with pytest.raises(FlowscopeError, match=r"Metric\('x', scale='square'\): expected one of log, linear"):
+        Metric("x", "", scale="square")  # type: ignore[arg-type]
 
 
 def test_rows_say_whether_a_metric_belongs_to_a_flow() -> None:

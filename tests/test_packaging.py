@@ -37,7 +37,7 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.diagnosis", {"flowscope.records"}),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
-    ("flowscope.metrics", set()),
+    ("flowscope.metrics", {"flowscope.errors"}),
     ("flowscope.specs", {"flowscope.metrics"}),
     # the notebook's view is imported where a notebook asks for it
     ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from flowscope.metrics import Metric, specs_of
+from flowscope.metrics import Metric, described
 from flowscope.records import Alert, Event, Record, RunHeader, split_key
 from flowscope.sinks import images, summaries
 from flowscope.sinks.append_file import AppendFile
@@ -157,7 +157,7 @@ class TensorBoardSink:
         charts: dict[str, dict[str, list[str]]] = {} if record.loss is None else {"loss": {"loss": ["flow/loss"]}}
         keys = {**record.metrics, **(self._header.labels if self._header else {})}
         places = [place for key in keys if (place := self._place(key, record))]
-        order = list(specs_of(record.specs))
+        order = list(described(record.specs))
         for prefix, spec in sorted(places, key=lambda place: order.index(place[1].name)):
             metric = f"log10_{spec.name}" if spec.charted == "log" else spec.name
             title = f"{metric}: median, band from min to max"
