@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowscope.probes import statistics
-from flowscope.probes.statistics import BUCKETS, COLUMNS, TO_INPUT, Positions, full_precision
+from flowscope.probes import statistics as s
+from flowscope.probes.statistics import BUCKETS, Positions, full_precision
 
 MOST_ENTRIES = 1 << 20
 """Copied positions wait for at most this many fp32 entries; then their rows are computed at once."""
@@ -87,20 +87,21 @@ def run_statistics(before: Positions | None, points: list[Positions], origin: Po
     """
     chain = points if before is None else [before, *points]
     states = torch.stack([point.values for point in chain])
-    norms = statistics.lengths(states)
+    norms = s.lengths(states)
     first = len(chain) - len(points)
     now, inverse = states[first:], norms[first:].reciprocal()
-    out = np.zeros((len(points), COLUMNS - TO_INPUT))
+    out = np.zeros((len(points), s.COLUMNS))
     with np.errstate(all="ignore"):
         if origin is not None:
             cosine = torch.linalg.vecdot(now, origin.values) * (inverse / origin.norm)
-            out[:, 0], out[:, 1] = _seen_sum(cosine.numpy())
+            out[:, s.TO_INPUT], out[:, s.TO_INPUT_COUNT] = _seen_sum(cosine.numpy())
         if sequences := points[0].sequences:
             tokens = now.shape[1] // sequences
-            means = statistics.token_cosines(now.reshape(-1, tokens, now.shape[-1]), norms[first:].reshape(-1, tokens))
-            out[:, 2], out[:, 3] = _seen_sum(means.view(len(points), sequences).numpy())
+            means = s.token_cosines(now.reshape(-1, tokens, now.shape[-1]), norms[first:].reshape(-1, tokens))
+            out[:, s.TOKEN], out[:, s.TOKEN_COUNT] = _seen_sum(means.view(len(points), sequences).numpy())
         if points[0].samples > 1:
-            out[:, 6], out[:, 7] = _seen_sum(statistics.sample_cosines(now, points[0].samples)[:, None].numpy())
+            cosine = s.sample_cosines(now, points[0].samples)
+            out[:, s.SAMPLE], out[:, s.SAMPLE_COUNT] = _seen_sum(cosine[:, None].numpy())
         if len(chain) > 1:
             difference = states[1:] - states[:-1]
             square = torch.linalg.vecdot(difference, difference).numpy()
@@ -109,9 +110,9 @@ def run_statistics(before: Positions | None, points: list[Positions], origin: Po
             one_minus_cosine = (square - gap * gap) / (2.0 * length[1:] * length[:-1])
             # without a point before the first, the first has no neighbour
             where = slice(1 - first, None)
-            out[where, 4], out[where, 5] = square.sum(1), (length[:-1] * length[:-1]).sum(1)
-            out[where, 8:] = _bucket_rows(one_minus_cosine)
-    return out
+            out[where, s.BRANCH_SQUARE], out[where, s.CARRY_SQUARE] = square.sum(1), (length[:-1] * length[:-1]).sum(1)
+            out[where, s.HISTOGRAM :] = _bucket_rows(one_minus_cosine)
+    return out[:, s.TO_INPUT :]
 
 
 def _seen_sum(values: NDArray[np.float32]) -> tuple[Array, Array]:
@@ -123,8 +124,8 @@ def _seen_sum(values: NDArray[np.float32]) -> tuple[Array, Array]:
 def _bucket_rows(one_minus_cosine: NDArray[np.float32]) -> Array:
     """`statistics.cosine_buckets` of each row."""
     if len(one_minus_cosine) == 1:
-        return np.asarray(statistics.cosine_buckets(one_minus_cosine[0]), dtype=np.float64)[None]
-    index = statistics.bucket_index(one_minus_cosine)
+        return np.asarray(s.cosine_buckets(one_minus_cosine[0]), dtype=np.float64)[None]
+    index = s.bucket_index(one_minus_cosine)
     index += np.arange(len(index))[:, None] * (BUCKETS + 1)
     counts = np.bincount(index.ravel(), minlength=len(index) * (BUCKETS + 1))
     return counts.reshape(len(index), BUCKETS + 1)[:, :BUCKETS].astype(np.float64)

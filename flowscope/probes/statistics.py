@@ -24,7 +24,7 @@ OCTAVES_BELOW = 20
 BUCKETS_PER_OCTAVE = 4
 BUCKETS = (OCTAVES_BELOW + 1) * BUCKETS_PER_OCTAVE + 1
 
-# Columns of one row of the deposit buffer.
+# Columns of one row of the deposit buffer: norms, then what is compared with other points, from TO_INPUT on.
 SQUARE, NONFINITE, ELEMENTS = 0, 1, 2
 GRAD_SQUARE, GRAD_NONFINITE, BACKWARDS = 3, 4, 5
 TO_INPUT, TO_INPUT_COUNT, TOKEN, TOKEN_COUNT, BRANCH_SQUARE, CARRY_SQUARE = 6, 7, 8, 9, 10, 11
@@ -246,10 +246,7 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
     if is_host(now.values):
         with np.errstate(all="ignore"):
             scalars, histogram = _combined(np, {name: product.numpy() for name, product in products.items()})
-        row = np.zeros(COLUMNS - TO_INPUT)
-        row[: len(scalars)] = scalars
-        row[len(scalars) :] = 0 if histogram is None else histogram
-        return row
+        return np.concatenate([scalars, np.zeros(BUCKETS) if histogram is None else histogram])
     scalars, histogram = _combined(torch, products)
     zero = now.norm.new_zeros(())
     parts = [torch.stack([part if isinstance(part, Tensor) else zero for part in scalars])]
@@ -257,21 +254,24 @@ def depth_statistics(before: Positions | None, now: Positions, origin: Positions
 
 
 def _combined(xp: Any, products: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The scalar columns and the buckets (None: no previous point), with what torch and numpy have in common."""
+    """The columns before the buckets and the buckets (None: no previous point), for torch and numpy alike."""
+    row: list[Any] = [0.0] * HISTOGRAM
 
-    def seen_sum(values: Any) -> list[Any]:
+    def add(total: int, count: int, values: Any) -> None:
         """Sum and count of the finite entries."""
-        if values is None:
-            return [0.0, 0.0]
         valid = xp.isfinite(values)
-        return [xp.where(valid, values, 0.0).sum(), valid.sum()]
+        row[total], row[count] = xp.where(valid, values, 0.0).sum(), valid.sum()
 
-    cosine = products["to_input"] * (products["inverse"] / products["origin"]) if "to_input" in products else None
-    scalars = [*seen_sum(cosine), *seen_sum(products.get("token"))]
-    alike = seen_sum(products.get("sample"))
+    if "to_input" in products:
+        add(TO_INPUT, TO_INPUT_COUNT, products["to_input"] * (products["inverse"] / products["origin"]))
+    if "token" in products:
+        add(TOKEN, TOKEN_COUNT, products["token"])
+    if "sample" in products:
+        add(SAMPLE, SAMPLE_COUNT, products["sample"])
     if "square" not in products:
-        return [*scalars, 0.0, 0.0, *alike], None
+        return row[TO_INPUT:], None
     square, before = products["square"], products["before"]
+    row[BRANCH_SQUARE], row[CARRY_SQUARE] = square.sum(), (before * before).sum()
     gap = products["norm"] - before
     one_minus_cosine = (square - gap * gap) * products["inverse"] / (2.0 * before)
-    return [*scalars, square.sum(), (before * before).sum(), *alike], cosine_buckets(one_minus_cosine)
+    return row[TO_INPUT:], cosine_buckets(one_minus_cosine)
