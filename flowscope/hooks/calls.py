@@ -88,6 +88,7 @@ class Calls:
         if recomputing:
             return not (self.ambiguous(ENTRY) and self._continues(inputs))
         if self._pass.counts.get(self.first):
+            self._repeated = self._marks = True
             if self._continues(inputs):
                 return False
             self.begin_pass()
