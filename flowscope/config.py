@@ -79,6 +79,7 @@ class WatchConfig(BaseModel):
     expert_violation: float = Field(3.0, gt=0, description="MaxVio (heuristic; balanced .04 to .72)")
     solver_growth: float = Field(4.0, gt=1, description="evaluations over the first records' median (heuristic)")
     solver_residual: float = Field(0.01, gt=0, description="relative residual (heuristic: ten times DEQ's usual 1e-3)")
+    limits: dict[str, float] = Field({}, description="limits of detectors of your own, by their kind")
 
     @model_validator(mode="wrap")
     @classmethod

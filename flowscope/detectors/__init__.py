@@ -1,19 +1,28 @@
 """From records to alerts. A detector is a class with `findings(record, header)`; `DetectorSet` runs them all.
 
-A new detector is one subclass of `Detector` in the file of its family and one entry in `DETECTORS`.
+    Limit       the commonest detector, the worst row of one metric against one limit, as a declaration
+    Detector    any other: writes its own findings
+    Finding     what it says about one condition at one record
+    NUMBERS, WIRING, SIGNAL, OUTCOME
+                levels of cause: what is found later is explained by what stands earlier
+
+A new built-in is one such class in the file of its family and one entry in `DETECTORS`; one of your own goes to
+`flowscope.watch(..., detectors=[MyDetector])`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
-from flowscope.detectors.detector import Detector, Finding, Ledger
+from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
+from flowscope.detectors.ledger import Cause, Ledger
+from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossPlateau, LossSpike
 from flowscope.detectors.norms import TrainEvalGap
 from flowscope.detectors.ranks import RankDesync
@@ -30,13 +39,13 @@ from flowscope.records import SERIOUS, Alert, Record, RunHeader
 
 DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
-    RankDesync,
     NoGradient,
     StaleParameters,
     ParametersNotOptimized,
     GradientAccumulates,
     OverClipped,
     Symmetry,
+    RankDesync,
     TokenCollapse,
     DeadUnits,
     Saturation,
@@ -49,34 +58,49 @@ DETECTORS: tuple[type[Detector], ...] = (
     VanishingGradient,
     ExplodingGradient,
     UpdateTooLarge,
+    TrainEvalGap,
+    LossSpike,
+    GradientSpike,
     RepresentationCollapse,
     RankCollapse,
     ConstantOutput,
     UpdateTooSmall,
-    TrainEvalGap,
-    LossSpike,
-    GradientSpike,
     LossPlateau,
 )
-"""In the order they are asked: a cause before what it explains, and gradients before the update they make."""
-
-FINITE = frozenset({NonFinite.kind})
-Cause = tuple[str, str | None, str]
-"""Kind, flow and severity of a finding that may explain others."""
+"""In the order they are asked: by level, and in a level a cause before what it explains."""
 
 
 class DetectorSet:
     """All detectors of a run with the state of their alerts; memory is bounded by the layout, not by the run.
 
-    A non-finite tensor silences everything else while it stands (one cause, one alert), and the other detectors neither
-    see nor learn from such a record. A record that GradScaler skipped says nothing, but where its scale has collapsed;
-    one flagged "unsampled" holds only the finiteness canary.
+    What earlier causes explain is left out (one cause, one alert):
+
+    - While a finding about numbers stands, nobody else is asked, or learns from such records.
+    - An outcome yields to the warnings and errors of earlier levels.
+    - Wiring and signals are facts of their own; what explains one is named (`Detector.yields_to`, `.explains`).
+
+    A record that GradScaler skipped says nothing, but where its scale has collapsed; one flagged "unsampled" holds only
+    the finiteness canary: of such records only detectors of numbers are asked.
+
+    Args:
+        config: the limits.
+        detectors: instead of the built-in ones.
+        further: classes or instances of one's own, each asked after the others of its level.
     """
 
-    def __init__(self, config: WatchConfig, detectors: Sequence[Detector] | None = None) -> None:
-        self.detectors = list(detectors) if detectors is not None else [kind(config) for kind in DETECTORS]
+    def __init__(
+        self,
+        config: WatchConfig,
+        detectors: Sequence[Detector] | None = None,
+        further: Iterable[Detector | type[Detector]] = (),
+    ) -> None:
+        given = [kind(config) for kind in DETECTORS] if detectors is None else list(detectors)
+        given += [detector(config) if isinstance(detector, type) else detector for detector in further]
+        self.detectors = sorted(given, key=lambda detector: detector.level)
         self.faults = Faults()
         self._ledger = Ledger(config)
+        self._levels = {detector.kind: detector.level for detector in self.detectors}
+        self._explained_by = {detector.kind: detector.explains for detector in self.detectors}
 
     @property
     def standing(self) -> list[Alert]:
@@ -85,14 +109,13 @@ class DetectorSet:
 
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
-        skipped = not SKIPPED.isdisjoint(record.flags)
+        silent = not SKIPPED.isdisjoint(record.flags) or "unsampled" in record.flags
         out: list[Alert] = []
         found: set[Cause] = set()
-        silent = skipped or "unsampled" in record.flags
         spoilt = self._spoilt(found)
         for detector in self.detectors:
-            finite = detector.kind in FINITE
-            if not finite and (silent or spoilt):
+            of_numbers = detector.level == NUMBERS
+            if not of_numbers and (silent or spoilt):
                 continue
             part = f"detector {detector.name}"
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
@@ -101,10 +124,10 @@ class DetectorSet:
             if findings:
                 findings = [self._explained(finding, detector, found) for finding in findings]
                 serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
-                found |= {(finding.kind, finding.flow, finding.severity) for finding in serious}
+                found |= {Cause(finding.kind, finding.flow, finding.severity) for finding in serious}
             if findings or self._ledger.entries:
                 out += self._ledger.update(detector.name, findings, record.step)
-            if finite:
+            if of_numbers:
                 spoilt = self._spoilt(found)
         for n, alert in enumerate(out):
             if alert.state == "raised":
@@ -113,26 +136,31 @@ class DetectorSet:
         return out
 
     def _spoilt(self, found: set[Cause]) -> bool:
-        return any(kind in FINITE for kind, _, _ in found) or self._ledger.stands(FINITE)
+        causes = (*found, *self._ledger.causes())
+        return any(self._levels.get(cause.kind) == NUMBERS for cause in causes)
 
     def _explained(self, finding: Finding, detector: Detector, found: set[Cause]) -> Finding:
-        """The finding, or "unseen" in its place where another kind explains it.
-
-        What belongs to a flow is explained by findings of that flow and by those of the whole model (flow None); what
-        belongs to the whole model by those of any flow. An info explains nothing.
-        """
-        causes, errors = detector.yields_to, detector.yields_to_errors
-        if not (causes or errors) or finding.level != "beyond":
+        """The finding, or "unseen" in its place where an earlier cause explains it."""
+        if finding.level != "beyond":
             return finding
-        flow = finding.flow
-        now = any(
-            (kind in causes or (kind in errors and severity == "error")) and (flow is None or other in (flow, None))
-            for kind, other, severity in found
-        )
-        stands = self._ledger.stands
-        if now or stands(causes, flow, detector.name) or stands(errors, flow, detector.name, ("error",)):
-            return Finding(finding.kind, flow=flow, cause=finding.cause, level="unseen")
-        return finding
+        causes = (*found, *self._ledger.causes(detector.name))
+        if not any(self._explains(cause, detector, finding.flow) for cause in causes):
+            return finding
+        return detector.unseen(finding.flow, finding.cause)
+
+    def _explains(self, cause: Cause, detector: Detector, flow: str | None) -> bool:
+        """Whether a cause explains what a detector finds in this flow (None: in the whole model).
+
+        Findings of any flow explain the whole model, and an error of the whole model explains every flow; a warning of
+        the whole model explains a flow only where one of the two detectors names the other. An info explains nothing.
+        """
+        error, level = cause.severity == "error", self._levels.get(cause.kind, OUTCOME)
+        named = cause.kind in detector.yields_to or detector.kind in self._explained_by.get(cause.kind, ())
+        if named or (error and cause.kind in detector.yields_to_errors):
+            return flow is None or cause.flow in (flow, None)
+        if not level < detector.level == OUTCOME:
+            return False
+        return flow is None or cause.flow == flow or (error and cause.flow is None)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready; a set that loads it goes on exactly as this one would."""
@@ -153,4 +181,15 @@ def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Find
     return list(detector.findings(record, header))
 
 
-__all__ = ["DETECTORS", "Detector", "DetectorSet", "Finding"]
+__all__ = [
+    "DETECTORS",
+    "NUMBERS",
+    "OUTCOME",
+    "SIGNAL",
+    "WIRING",
+    "Detector",
+    "DetectorSet",
+    "Finding",
+    "Level",
+    "Limit",
+]

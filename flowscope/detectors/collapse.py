@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, each_flow, pack, unpack
+from flowscope.detectors.detector import OUTCOME, Array, Detector, Finding, Flags, said
+from flowscope.detectors.limit import Limit
+from flowscope.detectors.rows import FlowView, each_flow
 from flowscope.records import Record, RunHeader, Severity
 
 CLEARLY_LOWER = 10.0
@@ -59,59 +60,40 @@ def sample_distance(view: FlowView) -> Array | None:
     return distance if distance.size >= 2 else None
 
 
-class CommonMode:
-    """Knows how far samples were apart at the start, by flow and point: |x|^2 (1 - cosine), in units of the activation.
+def learn_start(view: FlowView, first: dict[str, Array]) -> None:
+    """Keep, by flow, how far samples were apart at the start: the first record that has it."""
+    if view.layout.name not in first and (measured := _apart(view)) is not None:
+        first[view.layout.name] = measured
 
-    Where they still are as far apart, they look alike because something they share has grown (a target's mean, the
-    logit of a frequent class): nothing is lost.
+
+def common_mode_grew(view: FlowView, points: int, first: Mapping[str, Array]) -> bool:
+    """Whether the samples only look alike at the last so many points, because something they share has grown.
+
+    A target's mean does, or the logit of a frequent class: in units of the activation they are as far apart there as at
+    the start (`learn_start`), where they were less alike. Nothing is lost.
     """
-
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[Array, Array]] = {}
-
-    def learn(self, view: FlowView) -> None:
-        """Keep the start: the first record that has it."""
-        if view.layout.name not in self._first and (measured := _apart(view)) is not None:
-            self._first[view.layout.name] = measured
-
-    def grew(self, view: FlowView, points: int) -> bool:
-        """Whether it grew at the last so many points, where samples were less alike at the start."""
-        start, now = self._first.get(view.layout.name), _apart(view)
-        if start is None or now is None or start[0].shape != now[0].shape:
-            return False
-        (first, usual), (distance, apart) = start, now
-        shared = (distance < first) & (CLEARLY_LOWER * apart > usual)
-        return bool(shared[-points:].all())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The start, by flow."""
-        return {name: [pack(values) for values in first] for name, first in self._first.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._first = {name: (unpack(first), unpack(usual)) for name, (first, usual) in state.items()}
+    start, now = first.get(view.layout.name), _apart(view)
+    if start is None or now is None or start.shape != now.shape:
+        return False
+    shared = (now[0] < start[0]) & (CLEARLY_LOWER * now[1] > start[1])
+    return bool(shared[-points:].all())
 
 
 class TokenCollapse(Detector):
     """All tokens of a sequence have become the same vector by the last points, and were not at the first."""
 
     kind = "token_collapse"
+    shown_by = ("token_cosine",)
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
-        for view in each_flow(record, header):
-            if view.layout.kind == "time":
-                continue
-            cosine = view.get("token_cosine")
-            finding = Finding(self.kind, flow=view.layout.name, level="unseen") if cosine is None else None
-            if cosine is not None and cosine.size >= 3:
-                finding = self._judge(view, 1 - cosine)
-            if finding is not None:
-                yield finding
+        return said(*(self._judge(view) for view in each_flow(record, header) if view.layout.kind != "time"))
 
-    def _judge(self, view: FlowView, distance: Array) -> Finding | None:
-        """`distance` is 1 - token cosine [L+1]."""
-        limit = 1 - self.config.token_cosine
+    def _judge(self, view: FlowView) -> Finding | None:
+        cosine = view.get("token_cosine")
+        if cosine is None or cosine.size < 3:
+            return self.unseen(view.layout.name) if cosine is None else None
+        distance, limit = 1 - cosine, 1 - self.config.token_cosine
         if not distance[0] > CLEARLY_LOWER * limit:  # also where x_0 was not seen
             return None
         beyond = distance < limit
@@ -119,7 +101,7 @@ class TokenCollapse(Detector):
         depth = distance.size - 1
         if trailing < max(2, math.ceil(depth / (8 if _falling(view, SUPPORTING_PRODUCT) else 3))):
             close = _trailing(distance < limit * self.config.release_factor) > 0
-            return Finding(self.kind, flow=view.layout.name, level="near") if close else None
+            return self.near(close, view.layout.name)
         where = distance.size - trailing
         nothing_back = _falling(view, self.config.vanishing_product)
         whole = 2 * _trailing(distance < limit / 10) > depth
@@ -145,45 +127,38 @@ class TokenCollapse(Detector):
 class RepresentationCollapse(Detector):
     """Blocks have become copies, samples have become one vector, or a code has faded; against the run's own start."""
 
-    kind = "representation_collapse"
-    yields_to = frozenset({"token_collapse", "vanishing_gradient", "symmetry"})
-    yields_to_errors = frozenset({"dead_units"})
+    kind, level = "representation_collapse", OUTCOME
+    shown_by = ("cosine", "effective_rank")
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._first_cosines: dict[str, list[Array]] = {}
-        self._first_to_input: dict[str, float] = {}
-        self._widest: dict[str, float] = {}
-        self._first_sizes: dict[str, list[Array]] = {}
-        self._common = CommonMode()
+        self.state = {"cosines": {}, "to_input": {}, "widest": {}, "sizes": {}, "common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Three causes a flow: copies (cosines between layers), samples (between samples), code (an inner end)."""
         views = [view for view in each_flow(record, header) if view.layout.kind not in ("time", "gates")]
         for view in views:
             inner = view.layout.kind != "network" and view is not views[-1]
-            for finding in (self._copies(view), self._samples(view), self._code(view) if inner else None):
-                if finding is not None:
-                    yield finding
+            yield from said(self._copies(view), self._samples(view), self._code(view) if inner else None)
 
     def _copies(self, view: FlowView) -> Finding | None:
         cosine, to_input, name = view.get("cosine"), view.get("cosine_to_input"), view.layout.name
         if cosine is None or to_input is None or np.isnan(to_input[-1]) or cosine.size < 2:
-            return Finding(self.kind, flow=name, cause="copies", level="unseen")
-        first = self._first_cosines.setdefault(name, [])
-        if len(first) < self.config.baseline_records:
-            first.append(cosine)
-            self._first_to_input.setdefault(name, float(to_input[-1]))
+            return self.unseen(name, "copies")
+        first = self.state["cosines"].get(name, np.zeros((0, cosine.size)))
+        start = self.state["to_input"].setdefault(name, float(to_input[-1]))
+        if first.shape[1:] != cosine.shape:
             return None
-        if any(values.shape != cosine.shape for values in first):
+        if len(first) < self.config.baseline_records:
+            self.state["cosines"][name] = np.vstack([first, cosine])
             return None
         limit, base = 1 - self.config.representation_cosine, 1 - np.median(first, axis=0)
-        came_closer = 1 - self._first_to_input[name] > self.config.drift * (1 - to_input[-1])
+        came_closer = 1 - start > self.config.drift * (1 - to_input[-1])
         distance = np.maximum(1 - cosine, 1e-12)
         copies = (distance < limit) & (base > self.config.drift * distance)
         if copies.sum() * 2 < cosine.size or not came_closer:
             close = ((distance < limit * self.config.release_factor) & (base > limit)).sum() * 2 >= cosine.size
-            return Finding(self.kind, flow=name, cause="copies", level="near") if close else None
+            return self.near(close, name, "copies")
         where = int(np.argmax(copies))
         return Finding(
             self.kind,
@@ -193,7 +168,7 @@ class RepresentationCollapse(Detector):
             1 - limit,
             f"{int(copies.sum())} of {cosine.size} blocks return a copy of their input (median cosine "
             f"{np.nanmedian(cosine):.6f}, at the start {1 - np.nanmedian(base):.3f}); cosine of the last point to the "
-            f"first {to_input[-1]:.4f}, at the start {self._first_to_input[name]:.3f}",
+            f"first {to_input[-1]:.4f}, at the start {start:.3f}",
             "check that the blocks' learning rate and initialisation are not near zero, nor weight decay too strong; "
             "scale the branches up or remove blocks",
             name,
@@ -203,14 +178,14 @@ class RepresentationCollapse(Detector):
     def _samples(self, view: FlowView) -> Finding | None:
         distance, name = sample_distance(view), view.layout.name
         if distance is None:
-            return Finding(self.kind, flow=name, cause="samples", level="unseen")
+            return self.unseen(name, "samples")
         last = float(distance[-1])
-        self._common.learn(view)
-        widest = self._widest[name] = max(self._widest.get(name, 0.0), last)
+        learn_start(view, self.state["common"])
+        widest = self.state["widest"][name] = max(self.state["widest"].get(name, 0.0), last)
         limit = 1 - self.config.sample_cosine
         if (alike := samples_alike(distance, limit)) >= 2:
-            if self._common.grew(view, alike):
-                return Finding(self.kind, flow=name, cause="samples", level="near")
+            if common_mode_grew(view, alike, self.state["common"]):
+                return self.near(True, name, "samples")
             return self._alike(view, distance, distance.size - alike, limit, self.config.baseline_records)
         limit, calls = 1 - self.config.embedding_cosine, view.get("forward_calls")
         compared = calls is not None and calls[-1] >= COMPARED_CALLS
@@ -219,7 +194,7 @@ class RepresentationCollapse(Detector):
             return self._alike(view, distance, distance.size - 1, limit, EMBEDDING_RECORDS)
         near = compared and fell and last < limit * self.config.release_factor
         near = near or samples_alike(distance, (1 - self.config.sample_cosine) * self.config.release_factor) >= 2
-        return Finding(self.kind, flow=name, cause="samples", level="near") if near else None
+        return self.near(near, name, "samples")
 
     def _alike(self, view: FlowView, distance: Array, where: int, limit: float, records: int) -> Finding:
         return Finding(
@@ -230,7 +205,7 @@ class RepresentationCollapse(Detector):
             1 - limit,
             f"different samples end in one vector: mean cosine between them {1 - distance[-1]:.5f} at the last point "
             f"(limit {1 - limit:.3f}, crossed at {view.point(where)}; at its lowest "
-            f"{1 - self._widest[view.layout.name]:.3f}), {1 - distance[0]:.3f} at {view.point(0)}",
+            f"{1 - self.state['widest'][view.layout.name]:.3f}), {1 - distance[0]:.3f} at {view.point(0)}",
             "in self-supervised training add the stop-gradient, the predictor or a variance term; else check the "
             "activation (no softmax between layers) and the initialisation",
             view.layout.name,
@@ -242,16 +217,15 @@ class RepresentationCollapse(Detector):
         """The end of an inner flow (what an encoder hands on) shrinks to nothing while the layer before it does not."""
         size, name = view.get("act_rms"), view.layout.name
         if size is None or size.size < 2 or not bool(np.isfinite(size[-2:]).all()):
-            return Finding(self.kind, flow=name, cause="code", level="unseen")
-        first = self._first_sizes.setdefault(name, [])
+            return self.unseen(name, "code")
+        first = self.state["sizes"].get(name, np.zeros((0, 2)))
         if len(first) < 3:
-            first.append(size[-2:].copy())
+            self.state["sizes"][name] = np.vstack([first, size[-2:]])
             return None
         before, code = np.median(first, axis=0) / np.maximum(size[-2:], np.finfo(np.float64).tiny)
         limit = self.config.faded_code
         if code <= limit or code <= TWICE * before:
-            near = code > limit / self.config.release_factor
-            return Finding(self.kind, flow=name, cause="code", level="near") if near else None
+            return self.near(code > limit / self.config.release_factor, name, "code")
         last = size.size - 1
         return Finding(
             self.kind,
@@ -267,49 +241,29 @@ class RepresentationCollapse(Detector):
             cause="code",
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The first cosines and sizes, and the widest distance between samples, by flow."""
-        return {
-            "cosines": {name: [pack(v) for v in rows] for name, rows in self._first_cosines.items()},
-            "to_input": dict(self._first_to_input),
-            "widest": dict(self._widest),
-            "sizes": {name: [pack(v) for v in rows] for name, rows in self._first_sizes.items()},
-            "common": self._common.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._first_cosines = {name: [unpack(v) for v in rows] for name, rows in state["cosines"].items()}
-        self._first_to_input = dict(state["to_input"])
-        self._widest = dict(state["widest"])
-        self._first_sizes = {name: [unpack(v) for v in rows] for name, rows in state["sizes"].items()}
-        self._common.load_state_dict(state["common"])
-
 
 class RankCollapse(Detector):
     """All samples (or tokens) end on one line: the effective rank of the last points has fallen to 1."""
 
-    kind = "rank_collapse"
-    yields_to = RepresentationCollapse.yields_to | {"representation_collapse"}
-    yields_to_errors = frozenset({"dead_units"})
+    kind, level = "rank_collapse", OUTCOME
+    yields_to = frozenset({"representation_collapse"})
+    shown_by = ("effective_rank",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._first_rank: dict[str, Array] = {}
-        self._common = CommonMode()
+        self.state = {"rank": {}, "common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
-        for view in each_flow(record, header):
-            if view.layout.kind not in ("time", "gates") and (finding := self._judge(view)) is not None:
-                yield finding
+        views = (view for view in each_flow(record, header) if view.layout.kind not in ("time", "gates"))
+        return said(*(self._judge(view) for view in views))
 
     def _judge(self, view: FlowView) -> Finding | None:
         rank, name = view.get("effective_rank"), view.layout.name
-        self._common.learn(view)
+        learn_start(view, self.state["common"])
         if rank is None or rank.size < 2:
-            return Finding(self.kind, flow=name, level="unseen")
-        first = self._first_rank.setdefault(name, rank.copy())
+            return self.unseen(name)
+        first = self.state["rank"].setdefault(name, rank.copy())
         if first.shape != rank.shape:
             return None
         limit = self.config.collapsed_rank
@@ -325,9 +279,9 @@ class RankCollapse(Detector):
         trailing = _trailing(rank < limit)
         if trailing < needed:
             close = _trailing(rank < 1 + (limit - 1) * self.config.release_factor) >= needed
-            return Finding(self.kind, flow=name, level="near") if close else None
-        if not from_start and self._common.grew(view, trailing):
-            return Finding(self.kind, flow=name, level="near")
+            return self.near(close, name)
+        if not from_start and common_mode_grew(view, trailing, self.state["common"]):
+            return self.near(True, name)
         where = rank.size - trailing
         return Finding(
             self.kind,
@@ -344,47 +298,22 @@ class RankCollapse(Detector):
             records=FROM_START_RECORDS if from_start else None,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The first ranks by flow."""
-        first = {name: pack(v) for name, v in self._first_rank.items()}
-        return {"rank": first, "common": self._common.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._first_rank = {name: unpack(v) for name, v in state["rank"].items()}
-        self._common.load_state_dict(state["common"])
-
-
-class ConstantOutput(Detector):
+class ConstantOutput(Limit):
     """The model answers the same whatever it is given."""
 
-    kind = "constant_output"
-    yields_to = RepresentationCollapse.yields_to | {"representation_collapse", "rank_collapse"}
-    yields_to_errors = frozenset({"dead_units", "no_gradient"})
-
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding at most, for the whole model."""
-        spread = record.metrics.get("output_spread")
-        if spread is None or np.isnan(spread[0]):
-            yield Finding(self.kind, level="unseen")
-            return
-        value, limit = float(spread[0]), self.config.constant_output
-        if value >= limit:
-            if value < limit * self.config.release_factor:
-                yield Finding(self.kind, level="near")
-            return
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            value,
-            limit,
-            f"the model's output hardly depends on its input: {value:.2g} of its mean square is variation between "
-            f"samples (limit {limit:.2g})",
-            "check the shapes in the loss (a (B, 1) output against (B,) targets is broadcast), a clamp or mask behind "
-            "the last layer, and that inputs and targets belong together",
-            records=self.config.baseline_records,
-        )
+    kind, metric, below, row, level = "constant_output", "output_spread", "constant_output", "", OUTCOME
+    yields_to = frozenset({"representation_collapse", "rank_collapse"})
+    shown_by = ("output_spread", "sample_cosine")
+    records = "baseline_records"
+    message = (
+        "the model's output hardly depends on its input: {value:.2g} of its mean square is variation between samples "
+        "(limit {limit:.2g})"
+    )
+    advice = (
+        "check the shapes in the loss (a (B, 1) output against (B,) targets is broadcast), a clamp or mask behind the "
+        "last layer, and that inputs and targets belong together"
+    )
 
 
 def _falling(view: FlowView, below: float) -> bool:
@@ -393,12 +322,12 @@ def _falling(view: FlowView, below: float) -> bool:
     return product is not None and bool((product < below).any())
 
 
-def _apart(view: FlowView) -> tuple[Array, Array] | None:
-    """1 - mean cosine between samples, and that in units of the activation's mean square [L+1]."""
+def _apart(view: FlowView) -> Array | None:
+    """1 - mean cosine between samples, and that in units of the activation's mean square [2, L+1]."""
     cosine, rms = view.get("sample_cosine"), view.get("act_rms")
     if cosine is None or rms is None or cosine.shape != rms.shape:
         return None
-    return 1 - cosine, np.square(rms) * (1 - cosine)
+    return np.stack([1 - cosine, np.square(rms) * (1 - cosine)])
 
 
 def _trailing(flags: Flags) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, FlowView, each_flow
+from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, said
+from flowscope.detectors.rows import FlowView, each_flow
 from flowscope.records import Record, RunHeader
 
 MOST = 0.5
@@ -23,22 +23,24 @@ class GateSaturation(Detector):
     """Gates whose logits lie where the sigmoid's derivative is under 0.7 %: most of them shut is a warning."""
 
     kind = "gate_saturation"
+    shown_by = ("gate_saturation", "gate_mean")
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Two causes a flow: serious (most gates), few; one of them at a time."""
         for view in each_flow(record, header):
             share, mean, name = view.get("gate_saturation"), view.get("gate_mean"), view.layout.name
             if share is None or mean is None or share.shape != mean.shape:
-                yield from (Finding(self.kind, flow=name, cause=cause, level="unseen") for cause in ("serious", "few"))
+                yield from (self.unseen(name, cause) for cause in ("serious", "few"))
                 continue
             beyond = share > self.config.gate_saturation
             if beyond.any():
                 yield self._finding(view, share, mean, beyond)
             close = share > SHARE_RELEASE * self.config.gate_saturation
-            if close.any() and not beyond.any():
-                yield Finding(self.kind, flow=name, cause="few", level="near")
-            if not self._serious(view, mean, beyond, MOST) and self._serious(view, mean, close, SHARE_RELEASE * MOST):
-                yield Finding(self.kind, flow=name, cause="serious", level="near")
+            nearly = self._serious(view, mean, close, SHARE_RELEASE * MOST)
+            yield from said(
+                self.near(close.any() and not beyond.any(), name, "few"),
+                self.near(nearly and not self._serious(view, mean, beyond, MOST), name, "serious"),
+            )
 
     def _finding(self, view: FlowView, share: Array, mean: Array, beyond: Flags) -> Finding:
         limit, name = self.config.gate_saturation, view.layout.name
@@ -75,33 +77,30 @@ class StreamCollapse(Detector):
 
     kind = "stream_collapse"
     yields_to = frozenset({"token_collapse"})
+    shown_by = ("stream_cosine",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._furthest: dict[str, float] = {}
+        self.state = {"furthest": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most. Streams start equal, so equality alone says nothing."""
-        for view in each_flow(record, header):
-            cosine = view.get("stream_cosine")
-            if cosine is None:
-                yield Finding(self.kind, flow=view.layout.name, level="unseen")
-            elif (finding := self._judge(view, 1 - cosine)) is not None:
-                yield finding
+        return said(*(self._judge(view) for view in each_flow(record, header)))
 
-    def _judge(self, view: FlowView, distance: Array) -> Finding | None:
-        config, name = self.config, view.layout.name
-        limit = 1 - config.stream_cosine
+    def _judge(self, view: FlowView) -> Finding | None:
+        config, name, cosine = self.config, view.layout.name, view.get("stream_cosine")
+        if cosine is None:
+            return self.unseen(name)
+        distance, limit = 1 - cosine, 1 - config.stream_cosine
         middle = float(np.nanmedian(distance))
-        furthest = self._furthest[name] = max(self._furthest.get(name, 0.0), middle)
+        furthest = self.state["furthest"][name] = max(self.state["furthest"].get(name, 0.0), middle)
         least = view.get("mix_colsum_min")
         unused = np.zeros(distance.shape, dtype=bool) if least is None else least < config.stream_unused
         fed_by_one = bool(unused.sum() >= MOST * unused.size)
         parted = furthest > config.drift * limit
         equal = distance < limit
         if equal.sum() < MOST * np.isfinite(distance).sum() or not (parted or fed_by_one):
-            near = middle < limit * config.release_factor and parted
-            return Finding(self.kind, flow=name, level="near") if near else None
+            return self.near(middle < limit * config.release_factor and parted, name)
         where = int(np.argmax(equal))
         told = f"they had parted to {1 - furthest:.3f}" if parted else "one stream feeds them all"
         if fed_by_one and least is not None:
@@ -119,40 +118,28 @@ class StreamCollapse(Detector):
             name,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """How far the streams had parted, by flow."""
-        return {"furthest": dict(self._furthest)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._furthest = dict(state["furthest"])
-
 
 class MixingGain(Detector):
     """The composite residual mapping of the streams amplifies (forward or backward), or passes next to nothing."""
 
     kind = "mixing_gain"
+    shown_by = ("mix_gain_backward", "mix_gain_forward")
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Two causes a flow: amplifies, attenuates."""
         for view in each_flow(record, header):
             forward, backward = view.get("mix_gain_forward_norm"), view.get("mix_gain_backward_norm")
-            name = view.layout.name
             if forward is None or backward is None:
-                yield Finding(self.kind, flow=name, cause="amplifies", level="unseen")
-                yield Finding(self.kind, flow=name, cause="attenuates", level="unseen")
-                continue
-            for finding in (self._amplifies(view, forward, backward), self._attenuates(view, forward)):
-                if finding is not None:
-                    yield finding
+                yield from (self.unseen(view.layout.name, cause) for cause in ("amplifies", "attenuates"))
+            else:
+                yield from said(self._amplifies(view, forward, backward), self._attenuates(view, forward))
 
     def _amplifies(self, view: FlowView, forward: Array, backward: Array) -> Finding | None:
         limit, name = self.config.mixing_gain, view.layout.name
         gains = np.fmax(forward, backward)
         largest = float(np.nanmax(gains))
         if largest <= limit:
-            near = largest > limit / self.config.release_factor
-            return Finding(self.kind, flow=name, cause="amplifies", level="near") if near else None
+            return self.near(largest > limit / self.config.release_factor, name, "amplifies")
         # forward products grow from the input on, backward ones towards it: the first site beyond from where they start
         ahead = float(np.nanmax(forward)) >= 0.99 * float(np.nanmax(backward))  # a tie but for rounding is forward
         over = np.flatnonzero((forward if ahead else backward) > limit)
@@ -178,8 +165,7 @@ class MixingGain(Detector):
         seen = np.flatnonzero(np.isfinite(forward))
         last = float(forward[seen[-1]])
         if last >= limit:
-            near = last < limit * self.config.release_factor
-            return Finding(self.kind, flow=name, cause="attenuates", level="near") if near else None
+            return self.near(last < limit * self.config.release_factor, name, "attenuates")
         where = int(np.flatnonzero(forward < limit)[0])
         return Finding(
             self.kind,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Detector, Finding, each_flow, module_of, parameter_name
+from flowscope.detectors.detector import NUMBERS, Detector, Finding
+from flowscope.detectors.rows import each_flow, module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
 CANARY = ("input", "forward", "backward", "loss")
@@ -33,13 +33,13 @@ ADVICE = {
 class NonFinite(Detector):
     """The first bad tensor: input, weight, activation by depth, loss, gradient from the last point back, parameter."""
 
-    kind = "non_finite"
+    kind, level = "non_finite", NUMBERS
+    shown_by = ("nonfinite", "nonfinite_grad", "canary", "param_grad_norm")
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._last_step: int | None = None
         # additive masks hold -inf: an input that was non-finite while all else was fine is not a cause
-        self._harmless_input = False
+        self.state = {"last_step": None, "harmless_input": False}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
@@ -47,14 +47,14 @@ class NonFinite(Detector):
             return self._collapsed_scale(record)
         canary = dict(zip(CANARY, record.metrics.get("canary", np.zeros(4)).tolist(), strict=False))
         sampled = "unsampled" not in record.flags
-        since, self._last_step = self._last_step, record.step
+        since, self.state["last_step"] = self.state["last_step"], record.step
         later = [*self._sampled(record, header, canary)] if sampled else []
         later += self._canary_only(canary, later, sampled)
         if not later:
-            self._harmless_input = self._harmless_input or canary.get("input", 0) > 0
-            return [] if sampled else [Finding(self.kind, level="unseen")]
+            self.state["harmless_input"] |= canary.get("input", 0) > 0
+            return [] if sampled else [self.unseen()]
         first = later[0]
-        if canary.get("input", 0) > 0 and not self._harmless_input:
+        if canary.get("input", 0) > 0 and not self.state["harmless_input"]:
             first = ("input", "", "the model's input", canary["input"])
         return [self._finding(first, record, exact=sampled and first[0] != "canary", since=since)]
 
@@ -62,7 +62,7 @@ class NonFinite(Detector):
         """A GradScaler halves its scale with each step it skips; a few are usual, below 1 no scale is to blame."""
         scale = float(record.metrics.get("loss_scale", np.array([np.nan]))[0])
         if not scale < SMALLEST_SCALE:
-            return [Finding(self.kind, level="unseen")]
+            return [self.unseen()]
         words = f"the GradScaler skips step after step and its scale fell to {scale:.3g}: gradients overflow without it"
         advice = "watch a few steps without scaler and autocast: the first non-finite tensor is then named"
         return [Finding(self.kind, "", "error", scale, SMALLEST_SCALE, words, advice, immediate=True)]
@@ -114,14 +114,6 @@ class NonFinite(Detector):
         if tensor == "gradient" and "parameter" in words:
             message = f"the first non-finite tensor is {words} ({count:.0f} parameters alike), {steps}"
         return Finding(self.kind, where, "error", count, 0.0, message, advice, immediate=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last step seen and whether the input is known to hold harmless infinities."""
-        return {"last_step": self._last_step, "harmless_input": self._harmless_input}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._last_step, self._harmless_input = state["last_step"], state["harmless_input"]
 
 
 def _weights(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:

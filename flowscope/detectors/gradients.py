@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.collapse import sample_distance, samples_alike
-from flowscope.detectors.detector import Array, Detector, Finding, FlowView, each_flow, pack, unpack
+from flowscope.detectors.detector import Array, Detector, Finding, said
+from flowscope.detectors.rows import FlowView, each_flow
 from flowscope.records import Record, RunHeader
 
 ZERO_RECORDS = 3
@@ -103,44 +103,42 @@ class VanishingGradient(Detector):
     kind = "vanishing_gradient"
     yields_to = frozenset({"no_gradient", "symmetry"})
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
+    shown_by, extreme = ("gradient_product", "gain"), "least"
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._best: dict[str, Array] = {}
-        self._last: dict[str, Array] = {}
-        self._zero_start: dict[str, bool] = {}
+        self.state = {"best": {}, "last": {}, "zero_start": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
-        for view in gradient_flows(record, header):
-            name, product = view.layout.name, product_of(view)
-            finding: Finding | None
-            if product is None:
-                finding = Finding(self.kind, flow=name, level="unseen")
-                norms = view.get("grad_norm")
-                if norms is not None and norms[-1] == 0:
-                    self._zero_start.setdefault(name, True)
-            else:
-                finding = self._judge(view, product)
-                self._learn(name, product)
-            if finding is not None:
-                yield finding
+        return said(*(self._found(view) for view in gradient_flows(record, header)))
+
+    def _found(self, view: FlowView) -> Finding | None:
+        name, product = view.layout.name, product_of(view)
+        if product is None:
+            norms = view.get("grad_norm")
+            if norms is not None and norms[-1] == 0:
+                self.state["zero_start"].setdefault(name, True)
+            return self.unseen(name)
+        finding = self._judge(view, product)
+        self._learn(name, product)
+        return finding
 
     def _learn(self, name: str, product: Array) -> None:
         """The best so far by point: step 0, then what two records in a row reached (one spike is no baseline)."""
-        self._zero_start.setdefault(name, bool((product == 0).any()))
-        best = self._best.get(name)
-        if best is None or best.shape != product.shape:
-            self._best[name] = product.copy()
+        best, last = self.state["best"], self.state["last"]
+        self.state["zero_start"].setdefault(name, bool((product == 0).any()))
+        if name not in best or best[name].shape != product.shape:
+            best[name] = product.copy()
         else:
-            self._best[name] = np.fmax(best, np.minimum(self._last[name], product))
-        self._last[name] = product
+            best[name] = np.fmax(best[name], np.minimum(last[name], product))
+        last[name] = product
 
     def _judge(self, view: FlowView, product: Array) -> Finding | None:
         config, layout = self.config, view.layout
         limit = config.vanishing_time if layout.kind == "time" else config.vanishing_product
         release = config.release_factor
-        best = self._best.get(layout.name)
+        best = self.state["best"].get(layout.name)
         fall = np.ones_like(product)
         if best is not None and best.shape == product.shape:
             positive = (product > 0) & (best > 0)
@@ -154,13 +152,13 @@ class VanishingGradient(Detector):
             close = (product < limit * release) | (
                 (fall > config.drift / release) & (product < DRIFT_CEILING * limit * release)
             )
-            return Finding(self.kind, flow=layout.name, level="near") if close.any() else None
+            return self.near(close.any(), layout.name)
         crossing = int(np.flatnonzero(beyond)[-1])
         where = worst_block(product, crossing, vanishing=True, gain_limit=config.vanishing_gain)
         low = int(np.nanargmin(product))
         nonzero = np.where(product > 0, product, np.nan)
         least = float(np.nanmin(nonzero))
-        patience = ZERO_START_RECORDS if self._zero_start.get(layout.name, False) else None
+        patience = ZERO_START_RECORDS if self.state["zero_start"].get(layout.name, False) else None
         certain = least < limit / CERTAIN or bool((below & drifted).any())
         if least >= limit and not drifted.any():
             patience, certain = patience or ZERO_RECORDS, False
@@ -211,50 +209,35 @@ class VanishingGradient(Detector):
             records=self.config.baseline_records,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Best and last product by flow."""
-        return {
-            "best": {name: pack(values) for name, values in self._best.items()},
-            "last": {name: pack(values) for name, values in self._last.items()},
-            "zero_start": dict(self._zero_start),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._best = {name: unpack(values) for name, values in state["best"].items()}
-        self._last = {name: unpack(values) for name, values in state["last"].items()}
-        self._zero_start = dict(state["zero_start"])
-
 
 class ExplodingGradient(Detector):
     """The product above its limit, or the largest gradient norm of a flow far above its own first steps'."""
 
     kind = "exploding_gradient"
     yields_to = frozenset({"mixing_gain"})
+    shown_by, extreme = ("gradient_product", "gain", "grad_norm"), "largest"
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._first_norms: dict[str, list[float]] = {}
-        self._zero_start: set[str] = set()
+        self.state = {"first_norms": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
-        for view in gradient_flows(record, header):
-            finding = self._product(view)
-            growth = self._growth(view)
-            if finding is None or (finding.level != "beyond" and growth is not None and growth.level == "beyond"):
-                finding = growth
-            if finding is not None:
-                yield finding
+        return said(*(self._found(view) for view in gradient_flows(record, header)))
+
+    def _found(self, view: FlowView) -> Finding | None:
+        finding, growth = self._product(view), self._growth(view)
+        if finding is None or (finding.level != "beyond" and growth is not None and growth.level == "beyond"):
+            return growth
+        return finding
 
     def _product(self, view: FlowView) -> Finding | None:
         product, limit = product_of(view), self.config.exploding_product
         if product is None:
-            return Finding(self.kind, flow=view.layout.name, level="unseen")
+            return self.unseen(view.layout.name)
         high = int(np.nanargmax(product))
         if product[high] <= limit:
-            near = product[high] > limit / self.config.release_factor
-            return Finding(self.kind, flow=view.layout.name, level="near") if near else None
+            return self.near(product[high] > limit / self.config.release_factor, view.layout.name)
         crossing = int(np.flatnonzero(product > limit)[-1])
         where = worst_block(product, crossing, vanishing=False, gain_limit=self.config.vanishing_gain)
         return self._finding(
@@ -271,19 +254,19 @@ class ExplodingGradient(Detector):
         norms, name = view.get("grad_norm"), view.layout.name
         finite = np.zeros(0) if norms is None else norms[np.isfinite(norms)]
         if norms is None or finite.size == 0:
-            return Finding(self.kind, flow=name, level="unseen")
-        norm, first = float(finite.max()), self._first_norms.setdefault(name, [])
-        if not first and norm == 0:
-            self._zero_start.add(name)  # a zero-initialised head: whatever comes first is no measure of what follows
-        if name in self._zero_start or norm == 0:
+            return self.unseen(name)
+        norm, first = float(finite.max()), self.state["first_norms"].get(name, np.zeros(0))
+        # a zero-initialised head: whatever comes first is no measure of what follows
+        zero_start = first[0] == 0 if first.size else norm == 0
+        if zero_start or norm == 0:
+            self.state["first_norms"].setdefault(name, np.zeros(1))
             return None
-        base = median(first) if len(first) >= 3 else math.inf
+        base = median(first.tolist()) if first.size >= 3 else math.inf
         limit = self.config.exploding_growth * base
         if norm <= limit:
-            if len(first) < self.config.baseline_records:
-                first.append(norm)
-            near = norm > limit / self.config.release_factor
-            return Finding(self.kind, flow=name, level="near") if near else None
+            if first.size < self.config.baseline_records:
+                self.state["first_norms"][name] = np.append(first, norm)
+            return self.near(norm > limit / self.config.release_factor, name)
         where = self._strongest(view, norms)
         return self._finding(
             view,
@@ -312,15 +295,6 @@ class ExplodingGradient(Detector):
             view.layout.name,
             immediate=value > CERTAIN * limit,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The first gradient norms by flow."""
-        return {"first_norms": {k: list(v) for k, v in self._first_norms.items()}, "zero": sorted(self._zero_start)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._first_norms = {k: list(v) for k, v in state["first_norms"].items()}
-        self._zero_start = set(state["zero"])
 
 
 def _gain(product: Array, block: int) -> float:

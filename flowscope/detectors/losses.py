@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding
-from flowscope.detectors.rates import Rate, largest_rate
+from flowscope.detectors.detector import OUTCOME, Array, Detector, Finding, said
+from flowscope.detectors.rates import largest_rate, working
 from flowscope.records import Record, RunHeader
 
 WINDOW = 100
@@ -68,50 +68,53 @@ class LossSpike(Detector):
 
     kind = "loss_spike"
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._window: deque[float] = deque(maxlen=WINDOW)
-        # how far single losses usually rise above the ten before them; while the loss falls, not at all
-        self._rises: deque[float] = deque(maxlen=WINDOW - ENOUGH // 2)
-        self._last: deque[float] = deque(maxlen=SPAN - 1)
-        self._first: list[float] = []
-        self._rates: deque[float] = deque(maxlen=WINDOW // 10)
-        self._peak = 0.0
-        self._outside = 0
+        self.state = {
+            "window": deque(maxlen=WINDOW),
+            # how far single losses usually rise above the ten before them; while the loss falls, not at all
+            "rises": deque(maxlen=WINDOW - ENOUGH // 2),
+            "last": deque(maxlen=SPAN - 1),
+            "first": deque(),
+            "rates": deque(maxlen=WINDOW // 10),
+            "peak": 0.0,
+            "outside": 0,
+        }
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""
         del header
         losses = losses_of(record)
         if losses.size == 0:
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
-        raised = self._rate_rose(record)
-        recent = [*self._last, *losses.tolist()]
+        raised, last, first = self._rate_rose(record), self.state["last"], self.state["first"]
+        recent = [*last, *losses.tolist()]
         # the median of five: one or two odd batches are no spike
-        missing = SPAN - 1 - len(self._last)
+        missing = SPAN - 1 - len(last)
         padded = [recent[0]] * missing + recent
         smooth = [median(padded[i : i + SPAN]) for i in range(losses.size)]
         # a loss joins the window when it leaves the five: then it is known whether it began a spike
         leaving = padded[: losses.size]
-        self._last.extend(losses.tolist())
-        self._first.extend(losses.tolist()[: SPAN - len(self._first)])
+        last.extend(losses.tolist())
+        first.extend(losses.tolist()[: SPAN - len(first)])
         # what only fills up the first five was no loss of its own
         judged = [None if i < missing else self._judge(leaving[i], value) for i, value in enumerate(smooth)]
         yield from self._found(record, smooth, judged, restarted=raised)
 
     def _judge(self, leaving: float, smooth: float) -> _Judged | None:
         """Judge one step by what came before it, however many of them a record brings; then learn from it."""
-        if len(self._window) < ENOUGH:
-            self._add([leaving])
+        window, rises = self.state["window"], self.state["rises"]
+        if len(rises) < ENOUGH // 2:
+            self._add(leaving)
             return None
-        level = median(list(self._window)[-ENOUGH:])
-        spread = deviation(self._rises, median(self._rises))
-        highest = max(0.0, *self._rises)
-        progress = median(self._first) - level
+        level = median(list(window)[-ENOUGH:])
+        spread = deviation(rises, median(rises))
+        highest = max(0.0, *rises)
+        progress = median(self.state["first"]) - level
         least = max(LEAST_RISE * abs(level), LEAST_LOST * progress, 1e-12)
         rise = max(NOISE * spread, self.config.loss_spike * highest, least)
-        judged = _Judged(level, rise, smooth - level, highest, len(self._window))
+        judged = _Judged(level, rise, smooth - level, highest, len(window))
         self._learn(leaving, usual=judged.above <= rise)
         return judged
 
@@ -121,8 +124,8 @@ class LossSpike(Detector):
         known = [(i, one) for i, one in enumerate(judged) if one is not None]
         beyond = [(i, one) for i, one in known if one.above > one.rise]
         if not beyond or restarted:
-            if beyond or any(one.above > one.rise / self.config.release_factor for _, one in known):
-                yield Finding(self.kind, level="near")
+            close = beyond or any(one.above > one.rise / self.config.release_factor for _, one in known)
+            yield from said(self.near(bool(close)))
             return
         i, worst = max(beyond, key=lambda pair: pair[1].above)
         yield Finding(
@@ -141,60 +144,37 @@ class LossSpike(Detector):
 
     def _learn(self, leaving: float, *, usual: bool) -> None:
         """Add what was no spike to the window; a level that lasts for ten windows becomes the usual one."""
-        self._outside = 0 if usual else self._outside + 1
-        if self._outside > 10 * WINDOW:
-            self._window.clear()
-            self._rises.clear()
-            self._outside = 0
+        self.state["outside"] = 0 if usual else self.state["outside"] + 1
+        if self.state["outside"] > 10 * WINDOW:
+            self.state["window"].clear()
+            self.state["rises"].clear()
+            self.state["outside"] = 0
             usual = True
         if usual:
-            self._add([leaving])
+            self._add(leaving)
 
-    def _add(self, losses: Iterable[float]) -> None:
-        """Add losses to the window, each with how far it rose above the ten before it."""
-        for loss in losses:
-            if len(self._window) >= ENOUGH // 2:
-                self._rises.append(loss - median(list(self._window)[-(ENOUGH // 2) :]))
-            self._window.append(loss)
+    def _add(self, loss: float) -> None:
+        """Add a loss to the window, with how far it rose above the ten before it."""
+        window = self.state["window"]
+        if len(window) >= ENOUGH // 2:
+            self.state["rises"].append(loss - median(list(window)[-(ENOUGH // 2) :]))
+        window.append(loss)
 
     def _rate_rose(self, record: Record) -> bool:
         """Whether the schedule restarted: the rate rose again, within what it was before it fell."""
         rate = largest_rate(record)
         if not math.isfinite(rate):
             return False
-        restarted = False
-        if self._rates:
-            recent = np.array(self._rates)
+        restarted, rates = False, self.state["rates"]
+        if rates:
+            recent = np.array(rates)
             lowest = int(recent.argmin())
-            before = max(self._peak, float(recent[: lowest + 1].max()))
+            before = max(self.state["peak"], float(recent[: lowest + 1].max()))
             restarted = rate > RESTART * float(recent[lowest]) and rate <= 1.01 * before
-        if len(self._rates) == self._rates.maxlen:
-            self._peak = max(self._peak, self._rates[0])
-        self._rates.append(rate)
+        if len(rates) == rates.maxlen:
+            self.state["peak"] = max(self.state["peak"], rates[0])
+        rates.append(rate)
         return restarted
-
-    def state_dict(self) -> dict[str, Any]:
-        """The window of usual losses, the first and the last ones, and the learning rate's recent course."""
-        return {
-            "window": list(self._window),
-            "last": list(self._last),
-            "first": list(self._first),
-            "rates": list(self._rates),
-            "peak": self._peak,
-            "outside": self._outside,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._window.clear()
-        self._rises.clear()
-        self._add(state["window"])
-        self._last.clear()
-        self._last.extend(state["last"])
-        self._first = list(state["first"])
-        self._rates.clear()
-        self._rates.extend(state["rates"])
-        self._peak, self._outside = state["peak"], state["outside"]
 
 
 class LossPlateau(Detector):
@@ -203,54 +183,33 @@ class LossPlateau(Detector):
     What converged is below that level, what still learns falls; a loss without such a level (regression) is not judged.
     """
 
-    kind = "loss_plateau"
-    yields_to = frozenset(
-        {
-            "stale_parameters",
-            "parameters_not_optimized",
-            "no_gradient",
-            "gradient_accumulates",
-            "vanishing_gradient",
-            "exploding_gradient",
-            "update_too_small",
-            "update_too_large",
-            "over_clipped",
-            "dead_units",
-            "saturation",
-            "symmetry",
-            "representation_collapse",
-            "token_collapse",
-            "rank_collapse",
-            "constant_output",
-        }
-    )
+    kind, level = "loss_plateau", OUTCOME
+    yields_to = frozenset({"update_too_small", "representation_collapse", "rank_collapse", "constant_output"})
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._window: deque[float] = deque(maxlen=PLATEAU_WINDOW)
-        self._rate = Rate()
-        self._seen = 0
+        self.state = {"window": deque(maxlen=PLATEAU_WINDOW), "rate": {}, "seen": 0}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""
         del header
         losses, width = losses_of(record), record.metrics.get("output_width")
-        self._window.extend(losses.tolist())
-        working = self._rate.working(record)
-        self._seen = min(self._seen + losses.size, self.config.plateau_steps)
+        self.state["window"].extend(losses.tolist())
+        steady = working(record, self.state["rate"])
+        seen = self.state["seen"] = min(self.state["seen"] + losses.size, self.config.plateau_steps)
         known = width is not None and width.size == 1 and bool(np.isfinite(width[0]))
-        if losses.size == 0 or width is None or not known or self._seen < self.config.plateau_steps:
-            yield Finding(self.kind, level="unseen")
+        if losses.size == 0 or width is None or not known or seen < self.config.plateau_steps:
+            yield self.unseen()
             return
         chance, tolerance = math.log(max(2.0, float(width[0]))), self.config.plateau_drop
-        window = np.array(self._window)
+        window = np.array(self.state["window"])
         early, late = np.array_split(window, 2)
         level, noise = float(window.mean()), 2 * float(window.std()) / math.sqrt(window.size)
         if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
             return
         falling = early.mean() - late.mean() > max(FALLING * chance, 2 * noise)
-        if level < (1 - tolerance) * chance or falling or not working:
-            yield Finding(self.kind, level="near")
+        if level < (1 - tolerance) * chance or falling or not steady:
+            yield from said(self.near(True))
             return
         yield Finding(
             self.kind,
@@ -264,14 +223,3 @@ class LossPlateau(Detector):
             "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
             "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches",
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last losses and the learning rate's course."""
-        return {"window": list(self._window), "rate": self._rate.state_dict(), "seen": self._seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._window.clear()
-        self._window.extend(state["window"])
-        self._rate.load_state_dict(state["rate"])
-        self._seen = state["seen"]

@@ -7,13 +7,11 @@ judged only where the rate stands still or falls, and is not far below its own p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Flags, pack, unpack
+from flowscope.detectors.detector import Array, Flags
 from flowscope.records import Record
 
 RISING = 1.001
@@ -55,45 +53,35 @@ class Updates:
         return float(np.median(self.ratio[self.trained]))
 
 
-class Course:
-    """Reads the updates of one record after another; knows the rates' peak and last value and where weights began.
+def updates_of(record: Record, kept: dict[str, Array]) -> Updates | None:
+    """The record's updates, or None where they were not measured or nothing was trained.
 
     A rate that is not known counts as standing still, as every rate does at the first record.
+
+    Args:
+        record: the one to read; records come in order.
+        kept: empty at first; holds the rates' peak and last value, and where weights began.
     """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Array] = {}
-
-    def updates(self, record: Record) -> Updates | None:
-        """The record's updates, or None where they were not measured or nothing was trained."""
-        ratio, norm = record.metrics.get("update_ratio"), record.metrics.get("param_norm")
-        gradient = record.metrics.get("param_grad_norm")
-        if ratio is None or norm is None or gradient is None or not ratio.shape == norm.shape == gradient.shape:
-            return None
-        unknown = np.full(ratio.shape, np.nan)
-        rate = _like(record.metrics.get("param_lr"), unknown)
-        held = _like(record.metrics.get("param_optimized"), unknown)
-        trainable = _like(record.metrics.get("param_trainable"), unknown)
-        last, peak = (_like(self._kept.get(key), unknown) for key in ("last", "peak"))
-        zero = _like(self._kept.get("zero_start"), unknown)
-        new = np.isnan(zero) & ~np.isnan(norm)
-        if new.any():
-            zero = np.where(new, norm <= ALMOST_ZERO * float(np.nanmedian(norm)), zero)
-        self._kept = {"peak": np.fmax(peak, rate), "last": rate, "zero_start": zero}
-        trained = (gradient > 0) & np.isfinite(ratio) & np.isfinite(norm) & (norm > 0) & (zero == 0)
-        trained &= (rate != 0) & (held != 0) & (trainable != 0)
-        if not trained.any():
-            return None
-        off = (rate > RISING * last) | (rate < FAR_BELOW_PEAK * self._kept["peak"])
-        return Updates(ratio, norm, rate, trained, 2 * int((off & trained).sum()) < int(trained.sum()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {name: pack(values) for name, values in self._kept.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._kept = {name: unpack(state[name]) for name in state}
+    ratio, norm = record.metrics.get("update_ratio"), record.metrics.get("param_norm")
+    gradient = record.metrics.get("param_grad_norm")
+    if ratio is None or norm is None or gradient is None or not ratio.shape == norm.shape == gradient.shape:
+        return None
+    unknown = np.full(ratio.shape, np.nan)
+    rate = _like(record.metrics.get("param_lr"), unknown)
+    held = _like(record.metrics.get("param_optimized"), unknown)
+    trainable = _like(record.metrics.get("param_trainable"), unknown)
+    last, peak, zero = (_like(kept.get(key), unknown) for key in ("last", "peak", "zero_start"))
+    new = np.isnan(zero) & ~np.isnan(norm)
+    if new.any():
+        zero = np.where(new, norm <= ALMOST_ZERO * float(np.nanmedian(norm)), zero)
+    peak = np.fmax(peak, rate)
+    kept.update(peak=peak, last=rate, zero_start=zero)
+    trained = (gradient > 0) & np.isfinite(ratio) & np.isfinite(norm) & (norm > 0) & (zero == 0)
+    trained &= (rate != 0) & (held != 0) & (trainable != 0)
+    if not trained.any():
+        return None
+    off = (rate > RISING * last) | (rate < FAR_BELOW_PEAK * peak)
+    return Updates(ratio, norm, rate, trained, 2 * int((off & trained).sum()) < int(trained.sum()))
 
 
 def largest_rate(record: Record) -> float:
@@ -102,27 +90,17 @@ def largest_rate(record: Record) -> float:
     return -math.inf if rates is None else float(np.max(rates, initial=-math.inf, where=~np.isnan(rates)))
 
 
-class Rate:
-    """The largest learning rate of a record, its peak and its last value: `Course` where only that matters."""
+def working(record: Record, kept: dict[str, float | None]) -> bool:
+    """Whether the largest rate stands still or falls, near its peak; one that is not known does.
 
-    def __init__(self) -> None:
-        self.peak, self.last = 0.0, math.inf
-
-    def working(self, record: Record) -> bool:
-        """Whether it stands still or falls, near its peak; one that is not known does. Learns this record's."""
-        rate = largest_rate(record)
-        if not math.isfinite(rate):
-            return True
-        self.peak, last, self.last = max(self.peak, rate), self.last, rate
-        return rate <= RISING * last and rate >= FAR_BELOW_PEAK * self.peak
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"peak": self.peak, "last": None if math.isinf(self.last) else self.last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self.peak, self.last = state["peak"], math.inf if state["last"] is None else state["last"]
+    `kept` is empty at first, and holds its peak and last value.
+    """
+    rate = largest_rate(record)
+    if not math.isfinite(rate):
+        return True
+    peak, last = max(kept.get("peak") or 0.0, rate), kept.get("last")
+    kept.update(peak=peak, last=rate)
+    return (last is None or rate <= RISING * last) and rate >= FAR_BELOW_PEAK * peak
 
 
 def _like(values: Array | None, default: Array) -> Array:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, flow_holding, label_of
+from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, said
+from flowscope.detectors.rows import flow_holding, label_of
 from flowscope.records import Record, RunHeader
 
 FEW_TOKENS = 4.0
@@ -23,12 +24,13 @@ class ExpertCollapse(Detector):
     """Experts without tokens, or one with a multiple of its share."""
 
     kind = "expert_collapse"
+    shown_by = ("route_dead", "route_max_violation", "route_entropy")
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding at most: the first router beyond a limit."""
         dead, violation = record.metrics.get("route_dead"), record.metrics.get("route_max_violation")
         if dead is None or violation is None or dead.shape != violation.shape or bool(np.isnan(dead).all()):
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         config = self.config
         level = np.fmax(dead / config.expert_dead, violation / config.expert_violation)
@@ -36,12 +38,11 @@ class ExpertCollapse(Detector):
         if load is not None and load.shape == level.shape:
             level = np.where(load < FEW_TOKENS, np.nan, level)
         if bool(np.isnan(level).all()):
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         beyond = level > 1
         if not beyond.any():
-            if bool((level > SHARE_RELEASE).any()):
-                yield Finding(self.kind, level="near")
+            yield from said(self.near((level > SHARE_RELEASE).any()))
             return
         where = int(np.argmax(beyond))
         name = label_of(record, header, "route_dead", where, "router")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, label_of, pack, unpack
+from flowscope.detectors.detector import Array, Detector, Finding, said
+from flowscope.detectors.limit import Beyond, Limit
+from flowscope.detectors.rows import label_of
 from flowscope.records import Record, RunHeader
 
 HOPELESS = 10.0
@@ -20,31 +21,25 @@ class SolverCost(Detector):
 
     kind = "solver_cost"
     yields_to = frozenset({"solver_unconverged"})
+    shown_by = ("solver_nfe",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._first: list[Array] = []
-        self._base: Array | None = None
+        self.state = {"first": np.zeros((0, 0)), "base": None}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding at most: the solver that grew most."""
         cost = record.metrics.get("solver_nfe")
         if cost is None or bool(np.isnan(cost).all()):
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
-        if self._first and self._first[0].shape != cost.shape:
-            self._first, self._base = [], None
-        if len(self._first) < self.config.baseline_records:
-            self._first.append(cost)
-            self._base = None
-        if len(self._first) < 3:
+        base = self._learn(cost)
+        if base is None:
             return
-        base = self._base = self._median() if self._base is None else self._base
         growth = np.divide(cost, base, out=np.ones_like(cost), where=base > 0)
         limit, where = self.config.solver_growth, int(np.nanargmax(growth))
         if not growth[where] > limit:
-            if growth[where] > 1 + (limit - 1) / self.config.release_factor:
-                yield Finding(self.kind, level="near")
+            yield from said(self.near(growth[where] > 1 + (limit - 1) / self.config.release_factor))
             return
         name = label_of(record, header, "solver_nfe", where, "solver")
         yield Finding(
@@ -58,53 +53,38 @@ class SolverCost(Detector):
             "penalise the dynamics (kinetic energy or Jacobian norm), add weight decay, or loosen the tolerance",
         )
 
-    def _median(self) -> Array:
-        first = np.array(self._first)
-        base, seen = np.full(first.shape[1:], np.nan), np.isfinite(first).any(axis=0)
-        base[seen] = np.nanmedian(first[:, seen], axis=0)
-        return base
-
-    def state_dict(self) -> dict[str, Any]:
-        """The first counts."""
-        return {"first": [pack(values) for values in self._first]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._first, self._base = [unpack(values) for values in state["first"]], None
+    def _learn(self, cost: Array) -> Array | None:
+        """The median of the first records by solver; None while there are too few."""
+        first = self.state["first"]
+        if first.shape[1:] != cost.shape:
+            first = np.zeros((0, cost.size))
+        if len(first) < self.config.baseline_records:
+            first, base, seen = np.vstack([first, cost]), np.full(cost.shape, np.nan), np.isfinite(cost)
+            seen |= np.isfinite(first).any(axis=0)
+            base[seen] = np.nanmedian(first[:, seen], axis=0)
+            self.state.update(first=first, base=base)
+        return self.state["base"] if len(first) >= 3 else None
 
 
-class SolverUnconverged(Detector):
+class SolverUnconverged(Limit):
     """A fixed point that is none: the relative residual at the end of the forward is above its limit."""
 
-    kind = "solver_unconverged"
+    kind, metric, above, row = "solver_unconverged", "solver_residual", "solver_residual", "solver"
+    shown_by = ("solver_residual", "jacobian_radius")
+    message = (
+        "{where} stops at a relative residual of {value:.2g} (limit {limit:.2g}){more}; its gradient is that of no "
+        "fixed point"
+    )
+    advice = "keep the map a contraction: divide its weights by their spectral norm (to 0.9 or so), or start smaller"
 
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding at most: the solver with the largest residual."""
-        residual = record.metrics.get("solver_residual")
-        if residual is None or bool(np.isnan(residual).all()):
-            yield Finding(self.kind, level="unseen")
-            return
-        limit, where = self.config.solver_residual, int(np.nanargmax(residual))
-        worst = float(residual[where])
-        if worst <= limit:
-            if worst > limit / self.config.release_factor:
-                yield Finding(self.kind, level="near")
-            return
-        radius = record.metrics.get("jacobian_radius")
-        told = ""
-        if radius is not None and radius.shape == residual.shape and radius[where] > 0:
-            word = "no contraction" if radius[where] >= 1 else "a slow contraction"
-            told = f"; its Jacobian's spectral radius is {radius[where]:.2f}: {word}"
-        certain = worst > HOPELESS * limit
-        name = label_of(record, header, "solver_residual", where, "solver")
-        yield Finding(
-            self.kind,
-            name,
-            "error" if certain else "warning",
-            worst,
-            limit,
-            f"{name} stops at a relative residual of {worst:.2g} (limit {limit:.2g}){told}; its gradient is that of "
-            "no fixed point",
-            "keep the map a contraction: divide its weights by their spectral norm (to 0.9 or so), or start smaller",
-            immediate=certain,
-        )
+    def certain(self, beyond: Beyond) -> bool:
+        """A residual that is no fixed point's at all."""
+        return beyond.value > HOPELESS * beyond.limit
+
+    def more(self, beyond: Beyond) -> str:
+        """The radius of its Jacobian, where that was estimated."""
+        radius = beyond.record.metrics.get("jacobian_radius")
+        if radius is None or radius.shape != beyond.values.shape or not radius[beyond.row] > 0:
+            return ""
+        word = "no contraction" if radius[beyond.row] >= 1 else "a slow contraction"
+        return f"; its Jacobian's spectral radius is {radius[beyond.row]:.2f}: {word}"

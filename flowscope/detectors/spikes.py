@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Detector, Finding
+from flowscope.detectors.detector import Detector, Finding, said
+from flowscope.detectors.gradients import ExplodingGradient
 from flowscope.detectors.losses import deviation, losses_of
 from flowscope.records import Record, RunHeader
 
@@ -34,14 +34,13 @@ CERTAIN = 10.0
 class GradientSpike(Detector):
     """The total gradient norm of two records in a row, or one far beyond, outside this run's usual range."""
 
-    kind = "exploding_gradient"
+    kind = ExplodingGradient.kind
     yields_to = frozenset({"exploding_gradient", "loss_spike", "update_too_large"})
+    shown_by, extreme = ExplodingGradient.shown_by, ExplodingGradient.extreme
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._window: deque[float] = deque(maxlen=WINDOW)
-        self._losses: deque[float] = deque(maxlen=ENOUGH)
-        self._outside = 0
+        self.state = {"window": deque(maxlen=WINDOW), "losses": deque(maxlen=ENOUGH), "outside": 0}
 
     @property
     def name(self) -> str:
@@ -53,20 +52,20 @@ class GradientSpike(Detector):
         del header
         norm, falling = total_gradient(record), self._falling(record)
         if norm is None:
-            yield Finding(self.kind, cause="spike", level="unseen")
+            yield self.unseen(cause="spike")
             return
-        value = math.log(norm)
-        if len(self._window) < ENOUGH:
-            self._window.append(value)
+        value, window = math.log(norm), self.state["window"]
+        if len(window) < ENOUGH:
+            window.append(value)
             return
-        size, level = len(self._window), median(self._window)
+        size, level = len(window), median(window)
         factor = math.log(self.config.gradient_spike)
-        rise = max(factor, NOISE * deviation(self._window, level), ABOVE_LARGEST * (max(self._window) - level))
+        rise = max(factor, NOISE * deviation(window, level), ABOVE_LARGEST * (max(window) - level))
         above = value - level
         self._learn(value, usual=above <= rise)
         if above <= rise or falling:
-            if above > rise - math.log(self.config.release_factor) and above > rise / 2:
-                yield Finding(self.kind, cause="spike", level="near")
+            close = above > rise - math.log(self.config.release_factor) and above > rise / 2
+            yield from said(self.near(close, cause="spike"))
             return
         limit = math.exp(level + rise)
         yield Finding(
@@ -87,8 +86,8 @@ class GradientSpike(Detector):
         losses = losses_of(record)
         if losses.size == 0:
             return False
-        value, window = median(losses.tolist()), list(self._losses)
-        self._losses.append(value)
+        value, window = median(losses.tolist()), list(self.state["losses"])
+        self.state["losses"].append(value)
         if len(window) < ENOUGH:
             return False
         level = median(window)
@@ -96,25 +95,13 @@ class GradientSpike(Detector):
 
     def _learn(self, value: float, *, usual: bool) -> None:
         """Add what is no spike; a level that lasts for a window becomes the usual one."""
-        self._outside = 0 if usual else self._outside + 1
-        if self._outside > WINDOW:
-            self._window.clear()
-            self._outside = 0
+        self.state["outside"] = 0 if usual else self.state["outside"] + 1
+        if self.state["outside"] > WINDOW:
+            self.state["window"].clear()
+            self.state["outside"] = 0
             usual = True
         if usual:
-            self._window.append(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The windows of usual gradient norms (logarithms) and of losses."""
-        return {"window": list(self._window), "losses": list(self._losses), "outside": self._outside}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._window.clear()
-        self._window.extend(state["window"])
-        self._losses.clear()
-        self._losses.extend(state["losses"])
-        self._outside = state["outside"]
+            self.state["window"].append(value)
 
 
 def total_gradient(record: Record) -> float | None:

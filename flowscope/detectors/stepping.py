@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Detector, Finding, module_of, parameter_name
+from flowscope.detectors.detector import WIRING, Detector, Finding, Flags
+from flowscope.detectors.limit import Limit
+from flowscope.detectors.rows import module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
 UNMOVED_RECORDS = 3
@@ -22,23 +23,24 @@ CONVERGED = 1e-2
 class StaleParameters(Detector):
     """The optimizer holds none of the parameters that get gradients, or its steps change none of them."""
 
-    kind = "stale_parameters"
+    kind, level = "stale_parameters", WIRING
+    shown_by = ("param_optimized",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._moved = 0.0
-        """The largest total gradient under which the weights moved."""
+        # the largest total gradient under which the weights moved
+        self.state = {"moved": 0.0}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""
         norms, held = record.metrics.get("param_grad_norm"), record.metrics.get("param_optimized")
         trainable = record.metrics.get("param_trainable")
         if norms is None or held is None or trainable is None or not norms.shape == held.shape == trainable.shape:
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         learning = (trainable == 1) & (norms > 0)
         if not learning.any():
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         name, count = parameter_name(record, header, int(np.argmax(learning))), int(learning.sum())
         if bool((held[learning] == 0).all()):
@@ -59,8 +61,8 @@ class StaleParameters(Detector):
         if not self._unmoved(record, learning & (held != 0)):
             ratio = record.metrics.get("update_ratio")
             if ratio is not None and bool((ratio > 0).any()):
-                self._moved = max(self._moved, total)
-        elif total >= CONVERGED * self._moved:
+                self.state["moved"] = max(self.state["moved"], total)
+        elif total >= CONVERGED * self.state["moved"]:
             yield Finding(
                 self.kind,
                 module_of(name),
@@ -75,7 +77,7 @@ class StaleParameters(Detector):
             )
 
     @staticmethod
-    def _unmoved(record: Record, learning: np.ndarray) -> bool:
+    def _unmoved(record: Record, learning: Flags) -> bool:
         """Whether every learning parameter is exactly what it was, though its rate and gradient would move it."""
         same, norm = record.metrics.get("param_unchanged"), record.metrics.get("param_norm")
         ratio = record.metrics.get("update_ratio")
@@ -90,41 +92,15 @@ class StaleParameters(Detector):
             expected = rate * record.metrics["param_grad_norm"] / norm
         return bool((np.isnan(rate) | (expected > ROUNDING) | (norm == 0))[learning].any())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The largest gradient under which the weights moved."""
-        return {"moved": self._moved}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._moved = state["moved"]
-
-
-class GradientAccumulates(Detector):
+class GradientAccumulates(Limit):
     """Gradients of the steps before are still in `.grad` when a step's first gradient arrives: no zero_grad."""
 
-    kind = "gradient_accumulates"
+    kind, metric, above, row, level = "gradient_accumulates", "grad_carried", "carried_gradient", "", WIRING
     # zero_grad does not reach what the optimizer does not hold
     yields_to = frozenset({"stale_parameters", "parameters_not_optimized"})
-
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding for the model."""
-        del header
-        carried = record.metrics.get("grad_carried")
-        if carried is None or carried.size != 1 or not np.isfinite(carried[0]):
-            yield Finding(self.kind, level="unseen")
-            return
-        value, limit = float(carried[0]), self.config.carried_gradient
-        if value <= limit:
-            if value > limit / self.config.release_factor:
-                yield Finding(self.kind, level="near")
-            return
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            value,
-            limit,
-            f"when this step's first gradient arrived, .grad held gradients of earlier steps, of {value:.2g} times the "
-            f"norm of what the optimizer then used (limit {limit:.2g}): they were not set to zero",
-            "call optimizer.zero_grad() once a step, before backward (with accumulation: before the first micro-batch)",
-        )
+    message = (
+        "when this step's first gradient arrived, .grad held gradients of earlier steps, of {value:.2g} times the norm "
+        "of what the optimizer then used (limit {limit:.2g}): they were not set to zero"
+    )
+    advice = "call optimizer.zero_grad() once a step, before backward (with accumulation: before the first micro-batch)"

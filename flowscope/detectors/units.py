@@ -2,140 +2,88 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable
-
 import numpy as np
 
-from flowscope.config import WatchConfig
-from flowscope.detectors.detector import (
-    SHARE_RELEASE,
-    Array,
-    Detector,
-    Finding,
-    FlowGroup,
-    FlowGroups,
-    label_of,
-    labels_of,
-    module_of,
-)
-from flowscope.records import Record, RunHeader
+from flowscope.detectors.detector import SHARE_RELEASE, WIRING, Array, Flags
+from flowscope.detectors.limit import Beyond, Limit
+from flowscope.detectors.rows import module_of
+from flowscope.records import Record
 
 
-class ShareOfUnits(Detector):
-    """A share per module, judged per flow: the first module from the input beyond the limit is the place."""
-
-    metrics: tuple[str, ...]
-    """Metric names, the first that a record holds is used."""
-
-    def __init__(self, config: WatchConfig) -> None:
-        super().__init__(config)
-        self._groups = FlowGroups()
-
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding a flow at most."""
-        metric = next((name for name in self.metrics if name in record.metrics), self.metrics[-1])
-        values = record.metrics.get(metric)
-        labels = labels_of(record, header, metric)
-        seen = values is not None and values.size == len(labels)
-        for group in self._groups.of(labels, header) if seen else self._groups.known:
-            shares = values[group.rows] if seen and values is not None else None
-            if shares is None or bool(np.isnan(shares).all()):
-                yield Finding(self.kind, flow=group.flow, level="unseen")
-            elif (finding := self._judge(shares, group)) is not None:
-                yield finding
-
-    @abstractmethod
-    def _judge(self, shares: Array, group: FlowGroup) -> Finding | None:
-        """The finding for the modules of one flow."""
-
-
-class DeadUnits(ShareOfUnits):
+class DeadUnits(Limit):
     """Modules most of whose units were off for all the data of the step; whole layers at once."""
 
-    kind = "dead_units"
+    kind, metric, above, per = "dead_units", "dead_lasting", "dead_units", "module"
+    tells, release = "first", SHARE_RELEASE
     yields_to = frozenset({"token_collapse"})
-    metrics = ("dead_lasting", "dead_fraction")
+    shown_by = ("dead_fraction",)
+    message = (
+        "{value:.0%} of the units of {label} were off for all the data of the step (limit {limit:.0%}); {count} of "
+        "{size} activations are beyond it"
+    )
+    advice = (
+        "lower the learning rate; if it is so from the first step, start biases at 0 and weights by He's rule; what is "
+        "dead stays so: start anew or from an earlier checkpoint"
+    )
 
-    def _judge(self, shares: Array, group: FlowGroup) -> Finding | None:
-        limit = self.config.dead_units
-        beyond, whole = shares > limit, shares >= 1
-        if not beyond.any():
-            near = bool((shares > SHARE_RELEASE * limit).any())
-            return Finding(self.kind, flow=group.flow, level="near") if near else None
-        where = int(np.argmax(whole if whole.any() else beyond))
-        entire = f", {int(whole.sum())} of them entirely" if whole.any() and shares[where] < 1 else ""
-        return Finding(
-            self.kind,
-            group.names[where].partition(":")[0],
-            "error" if whole.any() else "warning",
-            float(shares[where]),
-            limit,
-            f"{shares[where]:.0%} of the units of {group.names[where]} were off for all the data of the step (limit "
-            f"{limit:.0%}); {int(beyond.sum())} of {shares.size} activations are beyond it{entire}",
-            "lower the learning rate; if it is so from the first step, start biases at 0 and weights by He's rule; "
-            "what is dead stays so: start anew or from an earlier checkpoint",
-            group.flow,
-            immediate=bool(whole.any()),
-        )
+    def measured(self, record: Record) -> tuple[str, Array | None]:
+        """The share of the step where no lasting one is recorded."""
+        metric = self.metric if self.metric in record.metrics else "dead_fraction"
+        return metric, record.metrics.get(metric)
+
+    def worst(self, values: Array, flags: Flags) -> int:
+        """The first that is dead entirely, else the first beyond the limit."""
+        whole = values >= 1
+        return int(np.argmax(whole if whole.any() else flags))
+
+    def place(self, label: str) -> str:
+        """The module, where its input is meant."""
+        return label.partition(":")[0]
+
+    def certain(self, beyond: Beyond) -> bool:
+        """A layer that is dead entirely."""
+        return bool((beyond.values >= 1).any())
 
 
-class Saturation(ShareOfUnits):
+class Saturation(Limit):
     """tanh or sigmoid modules inside a flow most of whose values lie where the derivative is nearly zero."""
 
-    kind = "saturation"
-    metrics = ("saturation",)
+    kind, metric, above, per = "saturation", "saturation", "saturation", "module"
+    tells, release = "first", SHARE_RELEASE
+    message = (
+        "{value:.0%} of the values of {where} are saturated (limit {limit:.0%}): the derivative is nearly zero there; "
+        "{count} of {size} such modules are beyond the limit"
+    )
+    advice = "initialise by Xavier (the weights are too large), or put a normalisation before it"
 
-    def _judge(self, shares: Array, group: FlowGroup) -> Finding | None:
-        # an output that is sure of itself saturates, and should; so do poolers and gates beside the depth axis
-        limit = self.config.saturation
-        beyond = (shares > limit) & group.inner
-        if not beyond.any():
-            near = bool(((shares > SHARE_RELEASE * limit) & group.inner).any())
-            return Finding(self.kind, flow=group.flow, level="near") if near else None
-        where = int(np.argmax(beyond))
-        return Finding(
-            self.kind,
-            group.names[where],
-            "warning",
-            float(shares[where]),
-            limit,
-            f"{shares[where]:.0%} of the values of {group.names[where]} are saturated (limit {limit:.0%}): the "
-            f"derivative is nearly zero there; {int(beyond.sum())} of {shares.size} such modules are beyond the limit",
-            "initialise by Xavier (the weights are too large), or put a normalisation before it",
-            group.flow,
-        )
+    def judged(self, values: Array, inner: Flags) -> Array:
+        """An output that is sure of itself saturates, and should; so do poolers and gates beside the depth axis."""
+        return np.where(inner, values, np.nan)
 
 
-class Symmetry(Detector):
+class Symmetry(Limit):
     """Weight matrices whose rows are all alike, and get gradients that are: all units compute one function."""
 
-    kind = "symmetry"
+    kind, metric, below, row, level = "symmetry", "weight_spread", "symmetry", "matrix", WIRING
+    tells, severity = "first", "error"
+    message = (
+        "all rows of {label} are alike (relative spread {value:.1e}, limit {limit:.0e}), and of {count} of {size} "
+        "matrices: its units compute one function and their gradients are the same"
+    )
+    advice = "initialise the weights at random (He, Xavier); a constant may stand in biases and gains only"
 
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding at most: two matrices alike are certain, one may only wait for its first step."""
-        spread = record.metrics.get("weight_spread")
-        if spread is None or bool(np.isnan(spread).all()):
-            yield Finding(self.kind, level="unseen")
-            return
-        limit = self.config.symmetry
-        alike = spread < limit
-        # the rows of the last matrix have targets of their own, which part them
-        alike[np.flatnonzero(~np.isnan(spread))[-1]] = False
-        if not alike.any():
-            if bool((spread < limit * self.config.release_factor).any()):
-                yield Finding(self.kind, level="near")
-            return
-        first, count = int(np.argmax(alike)), int(alike.sum())
-        name = label_of(record, header, "weight_spread", first, "matrix")
-        yield Finding(
-            self.kind,
-            module_of(name),
-            "error",
-            float(spread[first]),
-            limit,
-            f"all rows of {name} are alike (relative spread {spread[first]:.1e}, limit {limit:.0e}), and of {count} of "
-            f"{spread.size} matrices: its units compute one function and their gradients are the same",
-            "initialise the weights at random (He, Xavier); a constant may stand in biases and gains only",
-            immediate=count >= 2,
-        )
+    def measured(self, record: Record) -> tuple[str, Array | None]:
+        """The rows of the last matrix have targets of their own, which part them: it is not judged."""
+        spread = record.metrics.get(self.metric)
+        seen = np.flatnonzero(~np.isnan(spread)) if spread is not None else np.zeros(0)
+        if spread is not None and seen.size:
+            spread = np.where(np.arange(spread.size) == seen[-1], np.nan, spread)
+        return self.metric, spread
+
+    def place(self, label: str) -> str:
+        """The module of the matrix."""
+        return module_of(label)
+
+    def certain(self, beyond: Beyond) -> bool:
+        """Two matrices alike are certain, one may only wait for its first step."""
+        return beyond.count >= 2

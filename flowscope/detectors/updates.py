@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.detector import Array, Detector, Finding, pack, parameter_name, unpack
-from flowscope.detectors.rates import Course, Rate, Updates
+from flowscope.detectors.detector import OUTCOME, WIRING, Detector, Finding, said
+from flowscope.detectors.rates import Updates, updates_of, working
+from flowscope.detectors.rows import parameter_name
 from flowscope.records import Record, RunHeader
 
 SLOW_RECORDS = 10
@@ -29,39 +29,34 @@ ENORMOUS = 10.0
 class UpdateTooSmall(Detector):
     """The steps leave the weights as good as unchanged from the start, or the weights' precision swallows them."""
 
-    kind = "update_too_small"
-    yields_to = frozenset({"stale_parameters", "over_clipped", "vanishing_gradient", "dead_units", "no_gradient"})
+    kind, level = "update_too_small", OUTCOME
+    shown_by = ("update_ratio",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._course = Course()
-        self._best = 0.0
+        self.state = {"best": 0.0, "course": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for small updates, one for updates lost to rounding."""
-        updates = self._course.updates(record)
+        updates = updates_of(record, self.state["course"])
         if updates is None:
-            yield Finding(self.kind, level="unseen")
-            yield Finding(self.kind, cause="precision", level="unseen")
+            yield self.unseen()
+            yield self.unseen(cause="precision")
             return
         slow, rounded = self._slow(record, header, updates), self._rounded(record, header, updates)
         if slow is not None and rounded is not None and rounded.level == "beyond":
-            slow = Finding(self.kind, level="unseen")  # what rounding swallows, a higher rate need not save
-        for finding in (slow, rounded):
-            if finding is not None:
-                yield finding
+            slow = self.unseen()  # what rounding swallows, a higher rate need not save
+        yield from said(slow, rounded)
 
     def _slow(self, record: Record, header: RunHeader, updates: Updates) -> Finding | None:
         limit, release = self.config.small_update, self.config.release_factor
-        if self._best >= limit * release:
+        if self.state["best"] >= limit * release:
             return None  # the run has moved: small updates later are its schedule, or the end of what it can learn
         # a huge embedding of which a batch uses few rows hides the rest from the one, small biases move the other
         overall = max(updates.overall, updates.usual / USUAL_ABOVE_OVERALL)
-        self._best = max(self._best, overall)
-        if self._best >= limit * release:
-            return None
-        if self._best >= limit or not updates.working:
-            return Finding(self.kind, level="near")
+        best = self.state["best"] = max(self.state["best"], overall)
+        if best >= limit or not updates.working:
+            return self.near(best < limit * release)
         least = int(np.argmin(np.where(updates.trained, updates.ratio, np.inf)))
         name, rate = parameter_name(record, header, least), updates.rate[least]
         at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
@@ -81,7 +76,7 @@ class UpdateTooSmall(Detector):
         """Weights kept in 16 bits whose entries mostly stay exactly what they were, updates being below their grid."""
         same, grid = record.metrics.get("param_unchanged"), record.metrics.get("param_epsilon")
         if same is None or grid is None or same.shape != updates.ratio.shape or grid.shape != same.shape:
-            return Finding(self.kind, cause="precision", level="unseen")
+            return self.unseen(cause="precision")
         if not bool(np.nanmax(grid) > LOW_PRECISION):
             return None
         coarse = updates.trained & (grid > LOW_PRECISION) & (updates.ratio < grid)
@@ -92,7 +87,7 @@ class UpdateTooSmall(Detector):
         if 2 * int(coarse.sum()) < int(updates.trained.sum()) or 1 - share > (1 - limit) * self.config.release_factor:
             return None
         if share < limit or not updates.working:
-            return Finding(self.kind, cause="precision", level="near")
+            return self.near(True, cause="precision")
         most = int(np.argmax(np.where(coarse, same, -1.0)))
         name = parameter_name(record, header, most)
         return Finding(
@@ -109,44 +104,35 @@ class UpdateTooSmall(Detector):
             records=SLOW_RECORDS,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The largest update so far and the learning rates' course."""
-        return {"best": self._best, "course": self._course.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._best = state["best"]
-        self._course.load_state_dict(state["course"])
-
 
 class UpdateTooLarge(Detector):
     """A step changes a parameter by more than the largest norm it ever had, or all weights by a third of theirs."""
 
     kind = "update_too_large"
+    shown_by = ("update_ratio",)
 
-    def __init__(self, config: WatchConfig) -> None:
+    def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
-        self._course = Course()
-        self._largest: Array | None = None
+        # the largest norm so far by parameter, and where the weights began
+        self.state = {"largest": None, "course": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the worst parameter."""
-        updates = self._course.updates(record)
+        updates = updates_of(record, self.state["course"])
         if updates is None:
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
-        started = self._largest is not None and self._largest.shape == updates.norm.shape
+        largest = self.state["largest"]
+        started = largest is not None and largest.shape == updates.norm.shape
         norm = np.where(np.isfinite(updates.norm), updates.norm, np.nan)
         # a scalar that crosses zero, or grows out of it, is no fault: the measure is the largest norm it had
-        largest = np.fmax(self._largest, norm) if self._largest is not None and started else norm
-        self._largest = largest
+        largest = self.state["largest"] = np.fmax(largest, norm) if started else norm
         with np.errstate(all="ignore"):
             relative = np.where(updates.trained, updates.ratio * updates.norm / largest, 0.0)
         worst, limit, overall = int(np.argmax(relative)), self.config.large_update, updates.overall
         value = float(max(relative[worst], ALL_TOGETHER * overall))
         if value <= limit:
-            if value > limit / self.config.release_factor:
-                yield Finding(self.kind, level="near")
+            yield from said(self.near(value > limit / self.config.release_factor))
             return
         certain = overall > limit or (started and relative[worst] > ENORMOUS * limit)
         name, rate = parameter_name(record, header, worst), updates.rate[worst]
@@ -164,45 +150,32 @@ class UpdateTooLarge(Detector):
             records=LARGE_RECORDS,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The largest norm so far by parameter, and where the weights began."""
-        largest = None if self._largest is None else pack(self._largest)
-        return {"largest": largest, "course": self._course.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._largest = None if state["largest"] is None else unpack(state["largest"])
-        self._course.load_state_dict(state["course"])
-
 
 class OverClipped(Detector):
     """Clipping takes almost all of every gradient, and the updates that are left are small."""
 
-    kind = "over_clipped"
-
-    def __init__(self, config: WatchConfig) -> None:
-        super().__init__(config)
-        self._rate = Rate()
+    kind, level = "over_clipped", WIRING
+    shown_by = ("clip_ratio", "param_grad_norm_raw")
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""
         del header
-        clipped, working = record.metrics.get("clip_ratio"), self._rate.working(record)
+        clipped, steady = record.metrics.get("clip_ratio"), working(record, self.state)
         if clipped is None or clipped.size != 1 or not np.isfinite(clipped[0]):
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         ratio, limit, release = float(clipped[0]), self.config.clip_ratio, self.config.release_factor
         if ratio >= limit * release:
             return
-        updates, small = Course().updates(record), self.config.clipped_update
+        updates, small = updates_of(record, {}), self.config.clipped_update
         if updates is None:
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         overall = updates.overall
         if overall >= small * release:
             return
-        if ratio >= limit or overall >= small or not working:
-            yield Finding(self.kind, level="near")
+        if ratio >= limit or overall >= small or not steady:
+            yield from said(self.near(True))
             return
         yield Finding(
             self.kind,
@@ -215,14 +188,6 @@ class OverClipped(Detector):
             f"raise max_norm (the gradient's norm is {_total(record) / ratio:.2g} before clipping)",
             records=SLOW_RECORDS,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The learning rate's peak and last value."""
-        return self._rate.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._rate.load_state_dict(state)
 
 
 def _total(record: Record) -> float:

@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Detector, Finding, Flags, FlowView, ancestors, module_of, parameter_name
+from flowscope.detectors.detector import WIRING, Array, Detector, Finding, Flags, said
 from flowscope.detectors.gradients import gradient_flows
+from flowscope.detectors.rows import FlowView, ancestors, module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
@@ -22,32 +23,30 @@ DETACHED_RECORDS = 3
 class NoGradient(Detector):
     """A cut inside a flow (error), parameters that get no gradient (info), frozen ones (info, norm-only: warning)."""
 
-    kind = "no_gradient"
+    kind, level = "no_gradient", WIRING
+    shown_by = ("backward_calls", "param_grad_norm")
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Cuts by flow; where there is none, one finding for all unused parameters; one for all frozen ones."""
-        cuts: list[Finding] = []
-        for view in gradient_flows(record, header):
-            # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
-            finding = self._cut(view, header) if view.layout.kind != "time" else None
-            if finding is not None:
-                cuts.append(finding)
+        # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
+        views = [view for view in gradient_flows(record, header) if view.layout.kind != "time"]
+        cuts = list(said(*(self._cut(view, header) for view in views)))
         yield from cuts
         trainable, norms = record.metrics.get("param_trainable"), record.metrics.get("param_grad_norm")
         if trainable is None or norms is None or trainable.shape != norms.shape:
-            yield Finding(self.kind, cause="unused", level="unseen")
-            yield Finding(self.kind, cause="frozen", level="unseen")
+            yield self.unseen(cause="unused")
+            yield self.unseen(cause="frozen")
             return
         if not any(cut.level == "beyond" for cut in cuts):
             yield from self._unused(record, header, trainable == 1, norms)
         else:
-            yield Finding(self.kind, cause="unused", level="unseen")  # the cut explains it
+            yield self.unseen(cause="unused")  # the cut explains it
         yield from self._frozen(record, header, trainable)
 
     def _cut(self, view: FlowView, header: RunHeader) -> Finding | None:
         tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
         if tracked is None or backward is None:
-            return Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
+            return self.unseen(view.layout.name, "cut")
         if not bool((backward > 0).any()):
             return self._detached(view, header, tracked)
         first_with = int(np.argmax(backward > 0))
@@ -81,7 +80,7 @@ class NoGradient(Detector):
 
         A teacher whose output is detached on purpose is in no optimizer; a part that has no turn is not run.
         """
-        unseen = Finding(self.kind, flow=view.layout.name, cause="cut", level="unseen")
+        unseen = self.unseen(view.layout.name, "cut")
         columns = [view.record.metrics.get(f"param_{name}") for name in ("trainable", "grad_norm", "optimized")]
         trainable, norms, optimized = columns
         if trainable is None or norms is None or optimized is None or not bool((tracked > 0).any()):
@@ -114,7 +113,7 @@ class NoGradient(Detector):
         if not missing.any():
             return
         if missing.sum() == trainable.sum():  # the gradients could not be read at all (cleared before the mark)
-            yield Finding(self.kind, cause="unused", level="unseen")
+            yield self.unseen(cause="unused")
             return
         name = parameter_name(record, header, int(np.argmax(missing)))
         count = int(missing.sum())
@@ -218,7 +217,8 @@ def _lie_under(modules: Container[str], rows: Flags, record: Record, header: Run
 class ParametersNotOptimized(Detector):
     """Some of the trainable parameters that get a gradient are in no known optimizer (all: `stale_parameters`)."""
 
-    kind = "parameters_not_optimized"
+    kind, level = "parameters_not_optimized", WIRING
+    shown_by = ("param_optimized",)
     yields_to = frozenset({"stale_parameters"})
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
@@ -226,7 +226,7 @@ class ParametersNotOptimized(Detector):
         arrays = [record.metrics.get(name) for name in ("param_trainable", "param_grad_norm", "param_optimized")]
         trainable, norms, optimized = arrays
         if trainable is None or norms is None or optimized is None or bool(np.isnan(optimized).all()):
-            yield Finding(self.kind, level="unseen")
+            yield self.unseen()
             return
         candidates = (trainable == 1) & ~np.isnan(norms)
         left_out = candidates & (optimized == 0)
