@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from flowscope.discovery.nested import map_tensors, nested_tensors
 from flowscope.probes.tensors import first_tensor, replace_first
 
 IDS = torch.arange(15).view(3, 5)
@@ -75,3 +77,13 @@ def test_replace_first_keeps_types():
     assert got[0] is NEW
     assert got["past_key_values"] is cache
     assert output.last_hidden_state is X
+
+
+def test_tensors_come_in_order_from_whatever_holds_them():
+    a, b, c, d, e = (torch.full((2,), float(i)) for i in range(5))
+    value = ([a, (b, None, 3.0)], {"x": c, "text": "t"}, UserDict(y=Named(IDS, d)), Frozen(5, e), Frozen)
+    assert [id(x) for x in nested_tensors(value)] == [id(x) for x in (a, b, c, IDS, d, e)]
+    assert list(nested_tensors(a)) == [a]
+    changed = map_tensors(value, lambda x: x + 1 if x is b else x)
+    assert changed[0][1][0].tolist() == [2.0, 2.0]
+    assert all(part is held for part, held in zip(changed[1:], value[1:], strict=True))

@@ -11,11 +11,17 @@ from torch import Tensor
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for _, item in _items(value):
-            yield from nested_tensors(item)
+    waiting = [value]  # no recursion: hooks ask in every call of a module
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            waiting += item[::-1]
+        elif isinstance(item, dict):
+            waiting += [*item.values()][::-1]
+        elif item is not None and not isinstance(item, (bool, int, float, str)):
+            waiting += [inner for _, inner in reversed(_items(item))]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -8,7 +8,7 @@ Axis letters: N tokens, E experts, K experts chosen for a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.discovery.nested import nested_tensors
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.routers import Router
 from flowscope.discovery.view import ModelView
@@ -140,7 +141,8 @@ def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
         experts: E.
         chosen: K.
     """
-    tensors = [local(tensor) for tensor in _tensors(output)]
+    given = [x for x in nested_tensors(output) if x.layout == torch.strided and not x.is_meta]
+    tensors = [local(tensor) for tensor in given]
     whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dim() and t.numel()]
     scores = [t for t in tensors if t.is_floating_point() and t.dim() and t.shape[-1] == experts and t.numel()]
     choice = next((t for t in whole if t.shape[-1] in (experts, chosen)), whole[0] if whole else None)
@@ -154,21 +156,6 @@ def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
             assert logits is not None
             choice = logits.topk(chosen, dim=-1).indices
         return torch.cat([entropy, _load(choice, experts, chosen)])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided and not value.is_meta:
-            yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
 
 
 def _logits(scores: list[Tensor]) -> Tensor:

@@ -12,29 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.discovery.nested import nested_tensors
 from flowscope.torch_internals import sequence_number
 
 HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the dense floating-point tensors with values in tuples, lists, mappings and dataclasses, nested, in order.
+    """Yield the dense floating-point tensors with values among the nested ones, in order.
 
     Sparse and nested ones are no hidden states we can read (nn.TransformerEncoder makes nested ones when it evaluates).
     """
-    if isinstance(value, Tensor):
-        dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
-        if dense and (value.is_floating_point() or value.is_complex()) and value.numel():
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from floating_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from floating_tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from floating_tensors(getattr(value, name))
+    for tensor in nested_tensors(value):
+        dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+        if dense and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            yield tensor
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
