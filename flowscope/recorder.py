@@ -83,12 +83,14 @@ class Recorder:
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
         self.detectors = DetectorSet(config)
         self.detectors.faults = faults
-        self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment())
+        shown_by = {detector.kind: detector.shown_by for detector in self.detectors.detectors}
+        extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
+        told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes}
+        self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment(), **told)
         self.sinks: list[tuple[str, Sink]] = []
         self.closed = False
         self.stop: StopTraining | None = None
         self._told_unsampled = False
-        self._header_written = False
         self._losses = LossesSinceRecord()
 
     def take(self, ended: EndedStep) -> None:
@@ -185,9 +187,9 @@ class Recorder:
         names = {split_key(key)[0] for key in (*labels, *record.metrics)} | {*self.header.metrics, "step_losses"}
         metrics = {name: metric for name, metric in self.specs.items() if name in names}
         told = replace(self.header, flows=tuple(flows.values()), labels=labels, metrics=metrics)
-        if self._header_written and told == self.header:
+        if told == self.header:
             return
-        self.header, self._header_written = told, True
+        self.header = told
         self.emit(self.header)
 
     def emit(self, event: Event) -> None:

@@ -18,8 +18,9 @@ from flowscope.distributed import is_local
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
+from flowscope.panels.overview import RunView, place
 from flowscope.panels.report import report_payload
-from flowscope.records import Record, RunHeader, split_key
+from flowscope.records import Alert, Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, reduction
 
 
@@ -105,7 +106,7 @@ KURTOSIS = Metric("act_kurtosis", "Fourth moment over squared second.", view="De
 def run_of_a_stranger() -> Run:
     """A run whose only metric no table knows; it went through JSON."""
     labels = {"act_kurtosis": ("x", "y")}
-    told = RunHeader("0.2", (), labels, metrics={"act_kurtosis": KURTOSIS})
+    told = RunHeader("0.2", (), labels, metrics={"act_kurtosis": KURTOSIS}, shown_by={"outliers": ("act_kurtosis",)})
     header = RunHeader.from_json(json.loads(json.dumps(told.to_json())))
     assert header == told
     return Run(header, [Record.from_json({"step": 0, "metrics": {"act_kurtosis": [3.0, 300.0]}}, header)], [])
@@ -113,6 +114,8 @@ def run_of_a_stranger() -> Run:
 
 def test_a_run_tells_everyone_of_a_metric_that_no_table_knows() -> None:
     run = run_of_a_stranger()
+    strange = Alert("outliers", "warning", "y", 0, 300.0, 100.0, "m", "a")
+    assert place(RunView("a", run.header, dict(run.header.labels)), strange) == ("act_kurtosis", 1)
     assert run.records[0].spec("act_kurtosis@decoder") == KURTOSIS
     (shown,) = report_payload({"a": run}, "")["runs"][0]["metrics"]
     assert (shown["view"], shown["scale"], shown["words"]) == ("Depth", "log", KURTOSIS.words)
@@ -137,6 +140,9 @@ def test_the_header_of_a_run_has_the_spec_of_each_of_its_metrics() -> None:
     assert {split_key(key)[0] for key in record.metrics} <= {*header.metrics, "step_losses"}
     assert all(name == metric.name for name, metric in header.metrics.items())
     assert "route_load" not in header.metrics
+    assert header.shown_by["no_gradient"] == ("backward_calls", "param_grad_norm")
+    assert header.extremes == {"vanishing_gradient": "least", "exploding_gradient": "largest"}
+    assert RunHeader.from_json(json.loads(json.dumps(header.to_json()))) == header
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_specs() -> None:
