@@ -18,13 +18,18 @@ class Faults:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
 
+    @property
+    def strict(self) -> bool:
+        """Whether a fault raises."""
+        return os.environ.get("FLOWSCOPE_STRICT") == "1"
+
     def alive(self, part: str) -> bool:
         """Whether `part` has not failed."""
         return part not in self.failed
 
     def report(self, part: str, error: BaseException) -> None:
         """Note that `part` failed with `error`: logged once, the part is off from now on."""
-        if os.environ.get("FLOWSCOPE_STRICT") == "1":
+        if self.strict:
             raise error
         if part not in self.failed:
             self.failed[part] = f"{type(error).__name__}: {error}"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from wrap_models import Checkpointed, D, T
 
 import flowscope
+from flowscope.merging import modes
 
 Captured = dict[tuple[int, str], list[Tensor]]
 Batches = list[tuple[Tensor, Tensor]]
@@ -38,6 +39,7 @@ MODES: list[tuple[str, dict[str, Any], Any]] = [
     ("mhc", {"streams": 3}, models.PreNormBlock),
 ]
 GATED, NORMED = [MODES[k] for k in (1, 2, 3)], [MODES[k] for k in (0, 4, 5, 6)]
+assert {mode for mode, _, _ in MODES} == set(modes.MODES), "a rule without a test of what watch says of it"
 STREAMED, PARAMETRISED = MODES[7:], [*MODES[1:6], *MODES[7:]]
 
 

@@ -9,7 +9,6 @@ Axis letters: K merge sites of a flow in depth order.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.metrics import Metric
 from flowscope.probes import site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hook, Hooks, Switch
+from flowscope.probes.hooks import Hook, Hooks, Switch, in_backward
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.statistics import Sums, full_precision
 
@@ -63,6 +62,7 @@ class SiteObserver:
             for k, (connection, site) in enumerate(sites)
             for name in connection.shown_at(site)
         }
+        self._hooked: set[tuple[int, str]] = set()
         self._seen: set[tuple[int, str | None]] = set()
         self.in_training = False
         self.start_forward()
@@ -80,6 +80,8 @@ class SiteObserver:
     def start_forward(self) -> None:
         """The root's forward begins."""
         self.in_training = torch.is_grad_enabled()
+        if self.in_training:
+            self._hooked.clear()
         for sums in self.sums.values():
             sums.start_forward()
 
@@ -115,7 +117,7 @@ class SiteObserver:
             raise FlowscopeError(
                 f"{rule} shows {name!r} at {self.labels[k]} and does not declare it; `observed` has {', '.join(known)}."
             )
-        elif tensor.requires_grad and os.environ.get("FLOWSCOPE_STRICT") == "1":
+        elif tensor.requires_grad and self.hooks.faults.strict:
             missing = [name for name in known if (k, name) not in self._seen]
             if missing:
                 raise FlowscopeError(
@@ -126,11 +128,17 @@ class SiteObserver:
     def see(self, k: int, name: str, tensor: Tensor, through: Tensor) -> None:
         """Register the deposit of what a connection shows at site k."""
         sums = self.sums[name]
-        if not through.requires_grad:
-            if self.in_training and not torch.is_grad_enabled() and not is_compiling():
+        recorded = torch.is_grad_enabled()  # parts of a parameter require gradients without it too
+        if not through.requires_grad or not recorded:
+            if self.in_training and not recorded and not is_compiling():
                 with full_precision(tensor):
                     sums.without_gradient(k, tensor)
             return
+        if not is_compiling():
+            if not in_backward():
+                self._hooked.add((k, name))
+            elif (k, name) in self._hooked:
+                return  # a checkpoint recomputes what waits for its gradient already, perhaps as a view of the same x
         with full_precision(tensor):
             values = sums.sums(k, tensor)
         if values is not None:
@@ -147,7 +155,7 @@ class SiteObserver:
 
     def metrics(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """Return name -> (values, labels) from what the buffer held at the end of the step."""
-        rows = {name: self._rows_of(name, sums) for name in self.sums}
+        rows = {name: self.rows_of(name, sums) for name in self.sums}
         out = {name: values for one in self.sums.values() for name, values in one.values(rows[one.name]).items()}
         for name in self.owners[0][1].constants:
             out[name] = np.array([getattr(connection, name)[site] for _, connection, site in self.owners])
@@ -160,7 +168,7 @@ class SiteObserver:
         # a value between two neighbours is that of the second
         return {name: (values, self.labels[len(self.labels) - len(values) :]) for name, values in out.items()}
 
-    def _rows_of(self, name: str, sums: Array) -> Array:
+    def rows_of(self, name: str, sums: Array) -> Array:
         """Return [K, columns] of what is shown under a name; 0 where nothing was."""
         table = np.zeros((len(self.labels), self.sums[name].columns))
         for k in range(len(self.labels)):
