@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.discovery.example_inputs import as_call, evaluating
+from flowscope.discovery.sites import uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.merging.gates import GatedConnection
 
@@ -104,7 +105,7 @@ def gate_profile(model: nn.Module, loader: Iterable[Any], steps: int | None = No
     if steps is not None and steps < 1:
         raise FlowscopeError(f"gate_profile(steps=...): got {steps}, expected None or a number of batches >= 1.")
     device = next(gates[0][1].parameters()).device
-    inner = model._modules.get("_orig_mod") or model
+    inner = uncompiled(model)
     rows: list[list[float]] = []
     with evaluating(inner), torch.no_grad(), keep_gates(model), torch.compiler.set_stance("force_eager"):
         for batch in loader:
@@ -152,7 +153,7 @@ def gated_connections(model: nn.Module) -> list[tuple[str, GatedConnection]]:
     Raises:
         FlowscopeError: there is none.
     """
-    root = model._modules.get("_orig_mod") or model
+    root = uncompiled(model)
     found = [(path, module) for path, module in root.named_modules() if isinstance(module, GatedConnection)]
     if not found:
         raise FlowscopeError(

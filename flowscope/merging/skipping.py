@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.discovery.example_inputs import as_call, evaluating
+from flowscope.discovery.sites import uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection
 from flowscope.merging.profile import gated_connections
@@ -84,7 +85,7 @@ class GateSkipping:
         self.observing = False
         self.active: SkippedBlock | None = None
         self._means: dict[tuple[str, int], list[float]] = {}
-        self._inner = model._modules.get("_orig_mod") or model
+        self._inner = uncompiled(model)
         self._blocks: list[SkippedBlock] = []
         for path, connection in gated_connections(model):
             place = path.rpartition(".")[0]
