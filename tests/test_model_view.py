@@ -172,6 +172,15 @@ def test_a_watch_walks_the_modules_once(name: str) -> None:
         assert len(walks) == len(set(walks)), "a search walked twice"
 
 
+def test_flows_named_by_the_user_take_one_walk_more() -> None:
+    model = Mixed()
+    walks = count_walks(model)
+    view = ModelView(model, flows=["attention", "implicit.f", "attention.*", "ode.func.net"], gates=["gating", "*.se"])
+    assert [flow.name for flow in view.flows] == ["attention", "implicit.f", "attention#2", "ode.func.net"]
+    assert [path for path, _ in view.named_gates] == ["attention.0.se", "attention.1.se", "gating", "gating.se"]
+    assert len(walks) == 2
+
+
 def replace_module(model: Mixed) -> None:
     model.tanh = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
 

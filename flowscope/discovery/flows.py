@@ -55,7 +55,8 @@ def plan_flows(modules: Sequence[Named], flows: Sequence[str] | None = None) -> 
     model = modules[0][1]
     if flows is not None:
         entries = [flows] if isinstance(flows, str) else list(flows)
-        chosen = [flow for entry in entries for flow in _chosen(modules, entry)]
+        by_path = dict(model.named_modules(remove_duplicate=False))
+        chosen = [flow for entry in entries for flow in _chosen(modules, by_path, entry)]
         return FlowPlan(_unique(chosen), () if chosen else (_nothing(model),))
     search = Search(model)
     search.visit("", model)
@@ -111,41 +112,40 @@ def _unique(flows: list[Flow]) -> tuple[Flow, ...]:
     return tuple(out)
 
 
-def _chosen(known: Sequence[Named], entry: str) -> list[Flow]:
+def _chosen(modules: Sequence[Named], by_path: dict[str, nn.Module], entry: str) -> list[Flow]:
     """The flow a user's path or pattern names; the raw and the displayed path are both understood."""
     if not isinstance(entry, str):
         raise FlowscopeError(f"flows=: got {entry!r}, expected module paths (str), such as 'model.layers'.")
-    model = known[0][1]
-    modules = dict(model.named_modules(remove_duplicate=False))
     if any(mark in entry for mark in "*?["):
-        return [_matched(modules, entry)]
-    path = next((p for p in modules if entry in (p, display_path(p))), None)
+        return [_matched(by_path, entry)]
+    path = next((p for p in by_path if entry in (p, display_path(p))), None)
     if path is None:
-        names = [display_path(p) for p in modules if p]
+        names = [display_path(p) for p in by_path if p]
         close = difflib.get_close_matches(entry, names, n=3) or [n for n in names if n.endswith(entry)][:3]
         hint = f" Close: {', '.join(close)}." if close else ""
         raise FlowscopeError(
-            f"flows=: {entry!r} is no module of {type(model).__name__}.{hint} "
+            f"flows=: {entry!r} is no module of {type(modules[0][1]).__name__}.{hint} "
             "print(flowscope.find_flows(model)) shows the discovered ones."
         )
-    if is_layer_sequence(modules[path]):
-        chains, _ = find_chains(known, path, modules[path])
+    module = by_path[path]
+    if is_layer_sequence(module):
+        chains, _ = find_chains(modules, path, module)
         if chains:
             return [replace(flow, name=display_path(path) or "network") for flow in chains[:1]]
-    flow = blocks_of(path, modules[path])
+    flow = blocks_of(path, module)
     if flow is None:
         raise FlowscopeError(
-            f"flows=: {entry!r} ({type(modules[path]).__name__}) has no children with parameters, expected a container "
+            f"flows=: {entry!r} ({type(module).__name__}) has no children with parameters, expected a container "
             "of blocks. print(flowscope.find_flows(model)) shows the discovered ones."
         )
     return [flow]
 
 
-def _matched(modules: dict[str, nn.Module], pattern: str) -> Flow:
+def _matched(by_path: dict[str, nn.Module], pattern: str) -> Flow:
     """The blocks that match a pattern part by part, in module order."""
     wanted = pattern.split(".")
     first: dict[int, str] = {}
-    for path, module in modules.items():
+    for path, module in by_path.items():
         for name in (path, display_path(path)):
             parts = name.split(".")
             if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) and has_parameters(module):
