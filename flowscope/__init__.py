@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from flowscope.config import WatchConfig
     from flowscope.discovery.flows import find_flows
     from flowscope.discovery.sites import find_sites
+    from flowscope.extras.skipping import skip_by_gates
     from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
-    from flowscope.merging.skipping import skip_by_gates
     from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
     from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.probes.jacobian import jacobian_spectrum
@@ -58,7 +58,7 @@ _HOMES = {
     "gate_profile": "flowscope.merging.profile",
     "keep_gates": "flowscope.merging.profile",
     "GateProfile": "flowscope.merging.profile",
-    "skip_by_gates": "flowscope.merging.skipping",
+    "skip_by_gates": "flowscope.extras.skipping",
     "param_groups": "flowscope.merging.training",
     "warmup_steps": "flowscope.merging.training",
     "clip_grad_norm_": "flowscope.merging.training",

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, tuple[str, ...]] = {
+    "flowscope.merging.skipping": ("flowscope.extras.skipping",),
+    "flowscope.merging.skipped_block": ("flowscope.extras.skipped_block",),
     "flowscope.merging.options": (
         "flowscope.merging.connection",
         "flowscope.merging.modes",

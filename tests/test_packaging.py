@@ -109,6 +109,13 @@ def test_imports_go_one_way(module: str) -> None:
     assert strangers(module, imported(modules()[module])) == set()
 
 
+def test_nothing_needs_the_extras() -> None:
+    users = {
+        module for module, path in modules().items() if any(within(n, {"flowscope.extras"}) for n in imported(path))
+    }
+    assert users - {"flowscope"} == {"flowscope.extras.skipping"}  # `flowscope` names them for type checkers, lazily
+
+
 def test_the_import_rule_can_fail() -> None:
     assert strangers("flowscope.records", {"torch"}) == {"torch"}
     assert strangers("flowscope.detectors.flow", {"flowscope.probes.deposit", "numpy"}) == {"flowscope.probes.deposit"}

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from flowscope.discovery.example_inputs import as_call, evaluating
 from flowscope.discovery.sites import uncompiled
 from flowscope.errors import FlowscopeError
+from flowscope.extras.skipped_block import Decision, SkippedBlock
 from flowscope.merging.connection import Connection
 from flowscope.merging.profile import gated_connections
-from flowscope.merging.skipped_block import Decision, SkippedBlock
 from flowscope.merging.weaving import WovenChild
 
 Loss = Callable[[nn.Module, Any], Any]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,13 +41,51 @@ class Decision(NamedTuple):
     rows: Tensor | None = None
 
 
-class Pass(NamedTuple):
-    """What one run of the block gave: its output, the branches and decisions by site, (site, samples, left out)."""
+@dataclass
+class Pass:
+    """One run of the block.
 
-    output: Any
-    branches: dict[int, Tensor]
-    decided: dict[int, Decision]
-    tally: list[tuple[int, int, int]]
+    Attributes:
+        skip: whether branches are left out in it.
+        cache: whether a key-value cache was given.
+        forced: what an earlier run decided: branches of some samples are computed for all.
+        decided: by site.
+        branches: of some samples, by site, where they are still to be compared.
+        tally: (site, samples that came by, samples whose branch was left out).
+        running: the children that run now, outermost first.
+        batch: samples.
+        output: of the block.
+    """
+
+    skip: bool = False
+    cache: bool = False
+    forced: dict[int, Decision] | None = None
+    decided: dict[int, Decision] = field(default_factory=dict)
+    branches: dict[int, Tensor] = field(default_factory=dict)
+    tally: list[tuple[int, int, int]] = field(default_factory=list)
+    running: list[nn.Module] = field(default_factory=list)
+    batch: int = 0
+    output: Any = None
+
+
+@dataclass
+class Learned:
+    """What is known of a block from its runs so far.
+
+    Attributes:
+        shapes: what a child returns, by child and arguments.
+        caching: sites whose branch fills a key-value cache.
+        around: children inside which a site is met: they are never left out themselves.
+        ran: the block ran before; `ran_with_cache`: with a cache.
+        compared: a branch of some samples was found to be what it is among all.
+    """
+
+    shapes: dict[Any, Any] = field(default_factory=dict)
+    caching: set[int] = field(default_factory=set)
+    around: set[int] = field(default_factory=set)
+    ran: bool = False
+    ran_with_cache: bool = False
+    compared: bool = False
 
 
 class Decider(Protocol):
@@ -118,19 +157,7 @@ class SkippedBlock:
         self.skipped = [0] * connection.sites
         self.refused = "" if block.flowscope_rule.taggable else "its carry cannot be followed"
         self.forward, self.merge = block.forward, connection.merge
-        self._shapes: dict[Any, Any] = {}
-        self._caching: set[int] = set()  # sites whose branch fills a key-value cache
-        self._around: set[int] = set()  # children inside which a site is met: they are never left out themselves
-        self._seen = self._seen_cache = self._checked = False
-        self._begin(skip=False, cache=False)
-
-    def _begin(self, skip: bool, cache: bool) -> None:
-        self._skip, self._cache = skip, cache
-        self._decided: dict[int, Decision] = {}
-        self._branches: dict[int, Tensor] = {}
-        self._forced: dict[int, Decision] | None = None
-        self._tally: list[tuple[int, int, int]] = []
-        self._running: list[nn.Module] = []
+        self._learned, self._now = Learned(), Pass()
 
     # -- the block
 
@@ -149,18 +176,18 @@ class SkippedBlock:
         return done.output
 
     def _run(self, cache: bool, args: Any, kwargs: Any) -> Pass:
-        first, self._seen = not self._seen, True
-        if self.refused or self.decider.observing or (cache and not self._seen_cache):
-            self._seen_cache = self._seen_cache or cache  # the first call with a cache shows which branches fill it
-            return self._pass(args, kwargs, skip=False, cache=cache)
+        first, self._learned.ran = not self._learned.ran, True
+        if self.refused or self.decider.observing or (cache and not self._learned.ran_with_cache):
+            self._learned.ran_with_cache |= cache  # the first call with a cache shows which branches fill it
+            return self._pass(args, kwargs, Pass(cache=cache))
         # the first call shows where in the block its sites are
-        whole = self._pass(args, kwargs, skip=False, cache=cache) if first else None
+        whole = self._pass(args, kwargs, Pass(cache=cache)) if first else None
         if whole is not None and cache:
             return whole
         try:
-            done = self._pass(args, kwargs, skip=True, cache=cache)
-            if not self._checked and done.branches:
-                self._compare(self._pass(args, kwargs, skip=True, cache=cache, forced=done.decided), done)
+            done = self._pass(args, kwargs, Pass(skip=True, cache=cache))
+            if not self._learned.compared and done.branches:
+                self._compare(self._pass(args, kwargs, Pass(skip=True, cache=cache, forced=done.decided)), done)
         except Exception as error:
             self.refused = str(error) if isinstance(error, CannotSkipError) else f"{type(error).__name__}: {error}"
             logger.warning("skip_by_gates: nothing is left out in %s: %s", self.path, self.refused)
@@ -169,17 +196,16 @@ class SkippedBlock:
                     f"skip_by_gates: {self.path} cannot leave out branches ({self.refused}), and with a key-value "
                     "cache it cannot be run a second time. Call the model with use_cache=False."
                 ) from error
-            return whole or self._pass(args, kwargs, skip=False, cache=False)
+            return whole or self._pass(args, kwargs, Pass())
         return done
 
-    def _pass(self, args: Any, kwargs: Any, skip: bool, cache: bool, forced: dict[int, Decision] | None = None) -> Pass:
-        """Run the block; with `forced` as decided before, but branches of some samples computed for all."""
-        self._begin(skip, cache)
-        self._forced = forced
-        output = self.forward(*args, **kwargs)
-        if any(isinstance(leaf, Placeholder) for leaf in leaves(output)):
+    def _pass(self, args: Any, kwargs: Any, run: Pass) -> Pass:
+        """Run the block."""
+        self._now = run
+        run.output = self.forward(*args, **kwargs)
+        if any(isinstance(leaf, Placeholder) for leaf in leaves(run.output)):
             raise CannotSkipError("the block returns what its branch computes")
-        return Pass(output, self._branches, self._decided, self._tally)
+        return run
 
     def _compare(self, whole: Pass, done: Pass) -> None:
         """Raise where a branch of some samples is not what it is among all samples."""
@@ -187,65 +213,65 @@ class SkippedBlock:
             a, b = whole.branches[site].double(), part.double()
             if a.shape != b.shape or (a - b).abs().max() > TOLERANCE * a.abs().max():
                 raise CannotSkipError("its branches mix samples (is the batch the first axis?)")
-        self._checked = True
+        self._learned.compared = True
 
     # -- the children
 
     def child(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a child of a branch: as it is, for some samples, or with a placeholder."""
         values = (*args, *kwargs.values())
-        if self._cache and any(is_cache(value) for value in values):
-            self._caching.add(len(self._tally))
-        if self._skip and id(module) not in self._around:
+        if self._now.cache and any(is_cache(value) for value in values):
+            self._learned.caching.add(len(self._now.tally))
+        if self._now.skip and id(module) not in self._learned.around:
             like = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Placeholder)), None)
             carry = next((value for value in values if type(value) is Carry), None)
             if like is None and carry is not None:
                 skip, rows = self._decide(carry)
-                if skip and (self._forced is None or rows is None):
+                if skip and (self._now.forced is None or rows is None):
                     like = mark(carry.plain, carry.site, rows)
             if like is not None and like.rows is not None:
                 return self._partial(forward, args, kwargs, like.site, like.rows)
             if like is not None:
                 return self._hollow(module, forward, args, kwargs, like)
-        self._running.append(module)
+        self._now.running.append(module)
         try:
             return forward(*args, **kwargs)
         finally:
-            self._running.pop()
+            self._now.running.pop()
 
     def _decide(self, carry: Carry) -> Decision:
         """What is done about the branch of the site that a carry is on its way to; decided once a call."""
         site, x = carry.site, carry.plain
-        if self._forced is not None:
-            return self._forced.get(site, Decision())
-        if site not in self._decided:
+        if self._now.forced is not None:
+            return self._now.forced.get(site, Decision())
+        if site not in self._now.decided:
             decision = Decision()
-            if site < self.connection.sites and not (self._cache and site in self._caching):
+            if site < self.connection.sites and not (self._now.cache and site in self._learned.caching):
                 decision = self.decider.decide(self.path, site, lambda: branch_weight(self.connection, site, x))
-                if decision.rows is not None and (self._cache or x.shape[0] in x.shape[1:]):
+                if decision.rows is not None and (self._now.cache or x.shape[0] in x.shape[1:]):
                     decision = Decision()  # what belongs to a sample is told by the length of its first axis
-                self._batch = x.shape[0]
-            self._decided[site] = decision
-        return self._decided[site]
+                self._now.batch = x.shape[0]
+            self._now.decided[site] = decision
+        return self._now.decided[site]
 
     def _hollow(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, like: Placeholder) -> Any:
         """Return zeros of the shapes that the child gives; to know them it is run once."""
         lead = tuple(like.shape[:-1])
         words = tuple((k, v) for k, v in kwargs.items() if v is None or isinstance(v, (bool, int, str)))
         key = (id(module), like.shape[-1], len(lead), words, tuple(value is None for value in args))
-        if key not in self._shapes:
+        if key not in self._learned.shapes:
             args, kwargs = tree_map(bare, (args, kwargs))
             output = forward(*args, **kwargs)
             tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
             if any(tuple(leaf.shape[:-1]) != lead or not leaf.is_floating_point() for leaf in tensors):
                 # attention maps, routes: of no shape that could be told from the carry's, so computed each time
                 return tree_map(lambda t: mark(t, like.site, None) if isinstance(t, Tensor) else t, output)
-            self._shapes[key] = _Like(output)
-        return self._shapes[key].zeros(lead, like)
+            self._learned.shapes[key] = _Like(output)
+        return self._learned.shapes[key].zeros(lead, like)
 
     def _partial(self, forward: Callable[..., Any], args: Any, kwargs: Any, site: int, rows: Tensor) -> Any:
         """Run a child for some samples; what else it is given by sample is cut to them."""
-        batch, left = self._batch, len(rows)
+        batch, left = self._now.batch, len(rows)
 
         def cut(leaf: Any) -> Any:
             whole = not isinstance(leaf, Placeholder)
@@ -263,19 +289,19 @@ class SkippedBlock:
     def meet(self, site: int, state: Any, x: Tensor, f: Tensor) -> tuple[Tensor, Any]:
         """Merge a site; x as it is for what was left out."""
         batch = x.shape[0]
-        self._around.update(map(id, self._running))
+        self._learned.around.update(map(id, self._now.running))
         if not isinstance(f, Placeholder):
             if self.decider.observing:
                 self.decider.observe(self.path, site, branch_weight(self.connection, site, x))
-            self._tally.append((site, batch, 0))
-            rows = self._forced[site].rows if self._forced is not None and site in self._forced else None
+            self._now.tally.append((site, batch, 0))
+            rows = self._now.forced[site].rows if self._now.forced is not None and site in self._now.forced else None
             if rows is None:
                 return self.merge(site, state, x, f)
             return self._merge_some(site, state, x, f[rows], rows)
         if f.site != site:
             raise CannotSkipError("two sites share a branch")
         rows, part = f.rows, bare(f)
-        self._tally.append((site, batch, batch if rows is None else batch - len(rows)))
+        self._now.tally.append((site, batch, batch if rows is None else batch - len(rows)))
         if rows is None:
             return x, state
         if len(part) != len(rows):
@@ -283,8 +309,8 @@ class SkippedBlock:
         return self._merge_some(site, state, x, part, rows)
 
     def _merge_some(self, site: int, state: Any, x: Tensor, part: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
-        if not self._checked:
-            self._branches[site] = part
+        if not self._learned.compared:
+            self._now.branches[site] = part
         part, state = self.merge(site, state, x[rows], part)
         y = x.to(part.dtype, copy=True)
         y[rows] = part
