@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.discovery.structure import is_scripted
 from flowscope.errors import FlowscopeError
 from flowscope.losses import LateLoss
 from flowscope.records import Alert
@@ -42,6 +43,8 @@ def check_model(model: Any) -> None:
     """Refuse what is no module or has no parameters."""
     if not isinstance(model, nn.Module):
         raise FlowscopeError(f"watch(model): got {type(model).__name__}, expected a torch.nn.Module.")
+    if is_scripted(model):
+        raise FlowscopeError("watch(model): got a module compiled by torch.jit, expected it as it was before.")
     if next(model.parameters(), None) is None:
         raise FlowscopeError(
             f"watch(model): {type(model).__name__} has no parameters, so there is nothing to train or observe. "

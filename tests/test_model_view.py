@@ -208,3 +208,27 @@ def test_the_modules_are_read_again_where_they_changed(change: Callable[[Mixed],
     assert view.modules == tuple(model.named_modules())
     assert view.tree.by_path == dict(model.named_modules(remove_duplicate=False))
     assert view.gates is gates  # hooks are at what was found when the view was first asked
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_torch_jit_compiled_is_not_looked_into() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        inner = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        return nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4))
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+
+    model, bare = make(), make()
+    with flowscope.watch(model, every=1, config={"console": "off"}) as scope:
+        train(model)
+    train(bare)
+    assert scope.records[-1].labels("param_norm") == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+    with pytest.raises(flowscope.FlowscopeError, match=r"watch\(model\).*torch.jit"):
+        flowscope.watch(torch.jit.script(nn.Linear(4, 4)))

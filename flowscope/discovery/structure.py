@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -39,9 +40,10 @@ def join(path: str, name: str) -> str:
 def children(module: nn.Module) -> Iterator[Named]:
     """Children in registration order; a module registered twice comes twice (`named_children` drops repeats).
 
-    What `wrap` added is no part of the user's model.
+    What `wrap` added is no part of the user's model, and what torch.jit compiled cannot be looked into.
     """
-    return ((name, child) for name, child in module._modules.items() if child is not None and not is_ours(child))
+    named = ((name, child) for name, child in module._modules.items() if child is not None)
+    return ((name, child) for name, child in named if not (is_ours(child) or is_scripted(child)))
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -51,7 +53,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def unwrapped(path: str, module: nn.Module) -> Named:
     """The module inside compile, FSDP and checkpoint wrappers, with its raw path."""
-    for name in _WRAPPER_CHILDREN:
+    for name in () if is_scripted(module) else _WRAPPER_CHILDREN:
         inner = module._modules.get(name)
         if inner is not None:
             return unwrapped(join(path, name), inner)
@@ -131,6 +133,11 @@ def outermost(modules: Iterable[Named], wanted: Callable[[nn.Module], bool]) -> 
             yield path, module
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether torch.jit compiled this module."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def is_ours(module: nn.Module) -> bool:
     """Whether `wrap` added this module."""
     return bool(getattr(type(module), "is_flowscope_connection", False))
@@ -184,7 +191,7 @@ def is_recurrent(module: nn.Module) -> bool:
 def is_atom(module: nn.Module) -> bool:
     """A layer, not a composition: no children, or such that only implement one layer (attention, LoRA, weight norm)."""
     inner = unwrap(module)
-    if isinstance(inner, nn.MultiheadAttention) or is_recurrent(inner):
+    if isinstance(inner, nn.MultiheadAttention) or is_recurrent(inner) or is_scripted(inner):
         return True
     if "base_layer" in inner._modules:
         return True

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from flowscope.discovery.structure import Named
+from flowscope.discovery.structure import Named, is_scripted
 
 
 class ModuleTree:
-    """The modules of one model as they were when it was last read.
+    """The modules of one model as they were when it was last read, without those that torch.jit compiled.
 
     Attributes:
         modules: (path, module) of the model and all in it, each once, under its first path, in module order.
@@ -25,7 +25,7 @@ class ModuleTree:
         self._read(model.named_modules())
 
     def _read(self, named: Iterable[Named]) -> None:
-        self.by_path = dict(named)
+        self.by_path = {path: module for path, module in named if not is_scripted(module)}
         first = {id(module): path for path, module in reversed(self.by_path.items())}
         self.modules = tuple((path, module) for path, module in self.by_path.items() if first[id(module)] == path)
         slots = [(module._modules, name) for _, module in self.modules for name in module._modules]
