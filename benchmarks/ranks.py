@@ -46,7 +46,7 @@ def watched(every: int, **config: object) -> Attach:
         scope = flowscope.watch(self.model, self.optimizer, every=every, config={"console": "off", **config})
 
         def close() -> None:
-            PAYLOADS[self.name] = scope._ranks.payload()
+            PAYLOADS[self.name] = scope._driver.ranks.payload()
             scope.close()
 
         self.stack.callback(close)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.structure import is_scripted
 from flowscope.errors import FlowscopeError
-from flowscope.losses import LateLoss
 from flowscope.records import Alert
 from flowscope.schedule import Schedule
 from flowscope.sinks import Sink
+from flowscope.steps.losses import LateLoss
 
 AlertCallback = Callable[[Alert], Any]
 

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from flowscope.config import WatchConfig
 from flowscope.faults import LOGGER
-from flowscope.losses import LateLoss
 from flowscope.probes.agreement import SCHEDULE_STEPS, Registration, layout_of, parts_in_common
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
@@ -41,9 +40,10 @@ from flowscope.probes.observation import Observation
 from flowscope.probes.payload import Part, Sharing, from_host
 from flowscope.probes.process_groups import Group, find_group, sequence_of, several_processes
 from flowscope.probes.statistics import wide
-from flowscope.recorder import EndedStep
 from flowscope.records import Record, split_key
 from flowscope.schedule import Schedule
+from flowscope.steps.ended import EndedStep
+from flowscope.steps.losses import StepLoss
 
 Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)
@@ -208,8 +208,8 @@ class Ranks:
                 ended.awaited = False
                 if ended.snapshot is not None and not ended.snapshot.shared:
                     ended.flags = (*ended.flags, "local")
-                elif ended.shared_loss[1] > 0:
-                    ended.losses = [ended.shared_loss[0] / ended.shared_loss[1]]
+                elif ended.loss.shared:
+                    ended.loss.take_ranks()
                 elif ended.snapshot is not None and ended.record is not None:
                     ended.record.notes = (*ended.record.notes, "the loss is this rank's own")
         self._keep_locals()
@@ -351,9 +351,8 @@ class Ranks:
             row = rows[min(at, self._late_rows)]
             for counted in ended.canary.source:
                 row[:KINDS] += counted[:, 0].to(device, row.dtype, non_blocking=True)
-            _add_losses(row, ended.losses[ended.sent_losses :])
-        now.sent_losses = len(now.losses)
-        _add_losses(rows[-1], now.losses)
+            _add_losses(row, ended.loss)
+        _add_losses(rows[-1], now.loss)
         return rows.reshape(-1)
 
     def _take_late(self, steps: list[EndedStep], now: EndedStep, sums: Array) -> None:
@@ -362,10 +361,10 @@ class Ranks:
             row = rows[min(at, self._late_rows)]
             # what more steps than rows share is told of the first of them
             ended.canary = HostCopy([torch.from_numpy(row[:KINDS, None] * (at <= self._late_rows))])
-            total, count = np.add(ended.shared_loss, row[KINDS:])
-            ended.losses = [total / count] if count > 0 else []
+            ended.loss.receive(*row[KINDS:])
+            ended.loss.take_ranks()
             ended.awaited = False
-        now.shared_loss = float(rows[-1, KINDS]), float(rows[-1, KINDS + 1])
+        now.loss.receive(*rows[-1, KINDS:])
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -393,9 +392,8 @@ def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded:
     return spec.per_flow and (flow or first) in local_flows
 
 
-def _add_losses(row: Tensor, losses: list[Any]) -> None:
-    """Add the sum and the number of losses to the last two entries of a row."""
-    for loss in losses:
-        value = loss.source if isinstance(loss, LateLoss) else loss
+def _add_losses(row: Tensor, loss: StepLoss) -> None:
+    """Add the sum and the number of what was given for a step since the last sum to the last two entries of a row."""
+    for value in loss.send():
         row[KINDS] += value.reshape(()).to(row.device, row.dtype) if isinstance(value, Tensor) else float(value)
         row[KINDS + 1] += 1.0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flowscope._version import __version__
 from flowscope.arguments import AlertCallback
@@ -21,56 +20,57 @@ from flowscope.detectors import DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.instruments import METRICS
-from flowscope.losses import LateLoss, LossesSinceRecord, mean_loss
 from flowscope.metrics import Metric
-from flowscope.probes.buffer import HostCopy
 from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import Sink
+from flowscope.steps.ended import EndedStep
+from flowscope.steps.losses import LossesSinceRecord
 
 
-@dataclass(eq=False)
-class EndedStep:
-    """A step that ended, until it becomes a record.
+class Outlet:
+    """The sinks of one scope, each under the name that its faults are reported by.
 
     Attributes:
-        step: its number.
-        snapshot: what it deposited; None where it was not sampled.
-        canary: its counts of non-finite entries.
-        losses: the losses given for it, numbers or on their way from a device.
-        flags: what is special about it.
-        scale: the GradScaler's scale in its backward, None without a scaler.
-        found_inf: above 0 where the gradients of an optimizer held inf (the scaler's, or a fused optimizer's own).
-        awaited: whether numbers of other ranks are still to come.
-        record: the record, where it was made before its time (`Recorder.prepare`).
-        rank_gap: gives the gap between the ranks of each parameter, where they were compared.
-        unshared: metrics that only this rank has: shown, and not judged.
-        note: what is special about its numbers.
-        shared_loss: sum and number of the losses of all ranks that were given before the step ended.
-        sent_losses: how many of `losses` are among them.
+        sinks: in the order they get events.
+        closed: whether no more events go out.
     """
 
-    step: int
-    snapshot: Snapshot | None
-    canary: HostCopy
-    losses: list[Any]
-    flags: tuple[str, ...] = ()
-    scale: Any = None
-    found_inf: list[Tensor] = field(default_factory=list)
-    awaited: bool = False
-    record: Record | None = None
-    rank_gap: Callable[[], NDArray[np.float64]] | None = None
-    unshared: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    note: str = ""
-    shared_loss: tuple[float, float] = (0.0, 0.0)
-    sent_losses: int = 0
+    def __init__(self, faults: Faults) -> None:
+        self.sinks: list[tuple[str, Sink]] = []
+        self.closed = False
+        self._faults = faults
+        self._told_unsampled = False
 
-    def ready(self) -> bool:
-        """Whether finishing it would not wait for a copy."""
-        late = [loss for loss in self.losses if isinstance(loss, LateLoss)]
-        copies: list[Any] = [self.canary, *late] if self.snapshot is None else [self.canary, self.snapshot, *late]
-        return not self.awaited and all(copy.ready() for copy in copies)
+    def emit(self, event: Event) -> None:
+        """Send an event to every sink that has not failed."""
+        if self.closed:
+            return
+        self._told_unsampled = self._told_unsampled and not isinstance(event, Record)
+        for part, sink in self.sinks:
+            self._faults.guard(part, sink.write, event)
+
+    def emit_unsampled(self, record: Record) -> None:
+        """Send what the canary alone saw to the sinks that keep a run whole (`takes_unsampled`).
+
+        Once between two sampled records: a run that is lost writes no line a step.
+        """
+        if self.closed or self._told_unsampled:
+            return
+        self._told_unsampled = True
+        for part, sink in self.sinks:
+            if getattr(sink, "takes_unsampled", False):
+                self._faults.guard(part, sink.write, record)
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self.closed = True
+        for part, sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                self._faults.report(part, error)
 
 
 class Recorder:
@@ -87,22 +87,20 @@ class Recorder:
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
         told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes}
         self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment(), **told)
-        self.sinks: list[tuple[str, Sink]] = []
-        self.closed = False
+        self.outlet = Outlet(faults)
         self.stop: StopTraining | None = None
-        self._told_unsampled = False
         self._losses = LossesSinceRecord()
 
     def take(self, ended: EndedStep) -> None:
         """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
-        losses = [float(value) for value in ended.losses]
-        self._losses.add(losses)
+        losses = ended.loss.settle()
+        self._losses.add(ended.loss)
         self._note_skip(ended)
         canary = _canary(ended, losses)
         if ended.snapshot is None:
             if not canary.any() or "skipped" in ended.flags:
                 return
-            record: Record | None = Record(ended.step, mean_loss(losses), flags=("unsampled", *ended.flags))
+            record: Record | None = Record(ended.step, ended.loss.mean(), flags=("unsampled", *ended.flags))
         else:
             self.prepare(ended)
             self.preview(ended)
@@ -112,20 +110,19 @@ class Recorder:
         record.flow_names = tuple(flow.name for flow in self.header.flows)
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
-        if ended.snapshot is not None:
-            if (since := self._losses.take()) is not None:
-                record.metrics["step_losses"] = since
-            self.records.append(record)
-            shown = {**record.metrics, **ended.unshared}
-            record.metrics, judged = shown, record.metrics
-            self.emit(record)
-            self._told_unsampled = False
-        elif not self._told_unsampled:
-            # once between two sampled records: a run that is lost writes no line a step
-            self.emit_unsampled(record)
-            self._told_unsampled = True
+        if ended.snapshot is None:
+            self.outlet.emit_unsampled(record)
+            self._judge(record)
+            return
+        if (since := self._losses.take()) is not None:
+            record.metrics["step_losses"] = since
         # an alert that only one rank raises would stop that one alone
-        self._judge(replace(record, metrics=judged) if ended.unshared else record)
+        judged = replace(record, metrics={**record.metrics}) if ended.unshared else record
+        record.metrics |= ended.unshared
+        self.records.append(record)
+        ended.loss.shown_in(record)
+        self.outlet.emit(record)
+        self._judge(judged)
 
     def prepare(self, ended: EndedStep) -> None:
         """Make the record of a sampled step, unless it is made."""
@@ -141,7 +138,7 @@ class Recorder:
         """Give a record what may have come since it was made: flags, step number and loss, as far as they are here."""
         if (record := ended.record) is not None:
             record.flags, record.step = ended.flags, ended.step
-            record.loss = mean_loss([float(value) for value in ended.losses])
+            record.loss = ended.loss.mean()
 
     @staticmethod
     def _note_skip(ended: EndedStep) -> None:
@@ -171,7 +168,7 @@ class Recorder:
     def _judge(self, record: Record) -> None:
         for alert in self.faults.guard("detectors", self.detectors.check, record, self.header) or []:
             self.alerts.append(alert)
-            self.emit(alert)
+            self.outlet.emit(alert)
             for number, callback in enumerate(self.callbacks):
                 try:
                     self.faults.guard(f"on_alert callback {number}", callback, alert)
@@ -190,29 +187,13 @@ class Recorder:
         if told == self.header:
             return
         self.header = told
-        self.emit(self.header)
+        self.outlet.emit(self.header)
 
-    def emit(self, event: Event) -> None:
-        """Send an event to every sink that has not failed."""
-        if self.closed:
-            return
-        for part, sink in self.sinks:
-            self.faults.guard(part, sink.write, event)
-
-    def emit_unsampled(self, record: Record) -> None:
-        """Send what the canary alone saw to the sinks that keep a run whole (`takes_unsampled`)."""
-        for part, sink in self.sinks:
-            if getattr(sink, "takes_unsampled", False) and not self.closed:
-                self.faults.guard(part, sink.write, record)
-
-    def close(self) -> None:
-        """Close the sinks."""
-        self.closed = True
-        for part, sink in self.sinks:
-            try:
-                sink.close()
-            except Exception as error:
-                self.faults.report(part, error)
+    def raise_stop(self) -> None:
+        """Raise the `StopTraining` that an `on_alert` callable asked for."""
+        stop, self.stop = self.stop, None
+        if stop is not None:
+            raise stop
 
 
 def _canary(ended: EndedStep, losses: list[float]) -> NDArray[np.float64]:

@@ -7,8 +7,10 @@ call of a module.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -117,3 +119,50 @@ def newest_mode() -> Any:
 
 foreach_norm = torch._foreach_norm
 """The norm of each tensor, in one pass over all."""
+
+
+# -- calls on the stack, by the names torch gives their functions -----------------------------------------------------
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint runs a backward pass of its own on the stack."""
+    codes = (frame.f_code for frame in _callers())
+    return any(code.co_name == "backward" and code.co_filename.endswith("checkpoint.py") for code in codes)
+
+
+def steps_on_stack(optimizer: Any) -> int:
+    """How many calls of this optimizer's hooked step ("wrapper") are on the stack."""
+    return sum(frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer for frame in _callers())
+
+
+def scale_of_caller() -> Any:
+    """The scale of the GradScaler that is making the optimizer step, None where none is.
+
+    A scaler that `watch` was not given leaves no other trace, and its unscaling would look like clipping.
+    """
+    for frame in islice(_callers(), 20):
+        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return scale_of(scaler)
+    return None
+
+
+# -- what a GradScaler holds ------------------------------------------------------------------------------------------
+
+
+def scale_of(scaler: Any) -> Any:
+    """The scale of a GradScaler (a tensor copied on its device, or a number), without waiting for the device."""
+    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
+    return scale.detach().clone() if scale is not None else float(scaler.get_scale())
+
+
+def found_by(scaler: Any) -> dict[int, list[Tensor]]:
+    """By optimizer (its id), what a GradScaler found in its gradients since the last update: inf where above 0."""
+    states = getattr(scaler, "_per_optimizer_states", None) or {}
+    return {key: list(state.get("found_inf_per_device", {}).values()) for key, state in states.items()}

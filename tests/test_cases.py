@@ -194,7 +194,7 @@ def test_modules_added_renamed_and_removed_while_attached() -> None:
     model.extra = nn.Linear(D, D)
     with watched(model, sgd(model)) as scope:
         loss_of(model, data()).backward()
-        scope._clock.optimizers[0].step()
+        scope.optimizers[0].step()
         first = scope.records[0]
         model.tail = model.head  # renamed: the head is called by another name from here on
         del model.extra

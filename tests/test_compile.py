@@ -145,7 +145,7 @@ def test_the_buffers_stay_where_they_are_and_no_graph_waits_for_a_value() -> Non
     optimizer = sgd(model)
     with watched(model, optimizer) as scope:
         forward = compiled(model, "method", counted)
-        held = [scope._observation.buffer, scope._observation.canary.buffer]
+        held = [scope._driver.observation.buffer, scope._driver.observation.canary.buffer]
         before = [t.data_ptr() for buffer in held for t in buffer._tensors.values()]
         for step in range(3):
             optimizer.zero_grad()

@@ -139,8 +139,7 @@ def private_names_of_torch(source: str) -> set[str]:
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
-    inside = {"flowscope.torch_internals", "flowscope.optimizers", "flowscope.scaler"}
-    inside |= {"flowscope.probes.process_groups"}
+    inside = {"flowscope.torch_internals", "flowscope.probes.process_groups"}
     found = {name: private_names_of_torch(path.read_text()) for name, path in modules().items() if name not in inside}
     assert {name: private for name, private in found.items() if private} == {}
     assert private_names_of_torch("import torch; torch._C.f(node._sequence_nr())") == {"_C", "_sequence_nr"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from watch_models import Stack, close_to, data, loss_of, train, watched
 
-from flowscope.losses import MOST, LateLoss, LossesSinceRecord
 from flowscope.panels.report import report_payload
 from flowscope.sinks import read_run
 from flowscope.sinks.memory import MemorySink
+from flowscope.steps.losses import MOST, LateLoss, LossesSinceRecord, StepLoss
 
 
 def test_every_record_has_the_losses_since_the_one_before() -> None:
@@ -64,14 +64,35 @@ def test_a_record_read_before_its_loss_came() -> None:
     np.testing.assert_array_equal(scope.records[0]["step_losses"], [2.5, 1.25])
 
 
+def test_a_loop_that_reads_records_and_gives_each_loss_before_the_step() -> None:
+    torch.manual_seed(4)
+    model = Stack(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope, given = watched(model, optimizer), []
+    for step in range(3):
+        loss = loss_of(model, data(step))
+        loss.backward()
+        scope.step(loss=loss)
+        given.append(loss.item())
+        optimizer.step()
+        close_to([record.loss for record in scope.records], given, rtol=1e-7)
+
+
+def step_loss(*values: float) -> StepLoss:
+    loss = StepLoss()
+    for value in values:
+        loss.give(value)
+    return loss
+
+
 def test_memory_is_bounded() -> None:
     since = LossesSinceRecord()
     for k in range(MOST + 7):
-        since.add([float(k), k + 2.0])
+        since.add(step_loss(float(k), k + 2.0))
     assert since.take().tolist() == [k + 1.0 for k in range(7, MOST + 7)]
     assert since.take() is None
-    since.add([])
-    since.add([np.inf])
+    since.add(step_loss())
+    since.add(step_loss(np.inf))
     np.testing.assert_array_equal(since.take(), [np.nan, np.inf])
 
 
@@ -91,7 +112,7 @@ class Copy:
 
 
 def test_a_loss_on_its_way_holds_its_record_back_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowscope.losses.HostCopy", Copy)
+    monkeypatch.setattr("flowscope.steps.losses.HostCopy", Copy)
     monkeypatch.setattr("flowscope.scope.loss_value", lambda loss: LateLoss(loss.detach()))
     torch.manual_seed(2)
     model = Stack(2)

@@ -255,7 +255,7 @@ def test_retain_graph_twice_counts_two_backwards() -> None:
         loss = loss_of(model, batch)
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-        scope._clock.optimizers[0].step()
+        scope.optimizers[0].step()
     close_to(scope.records[0]["grad_norm"], norms(expected, [2 * g for g in expected]))
     assert (scope.records[0]["backward_calls"] == 2).all()
 

@@ -196,11 +196,11 @@ def test_ten_thousand_forwards_leave_nothing_behind() -> None:
     optimizer = sgd(model, 1e-4)
 
     def held(scope: Any) -> list[int]:
-        observation = scope._observation
+        observation = scope._driver.observation
         units = next(i for i in observation.instruments if i.name == "units")
-        sizes = [len(scope._pending), len(units._counted), len(observation.hooks._leaves)]
+        sizes = [len(scope._driver.ended), len(units._counted), len(observation.hooks._leaves)]
         sizes += [len(getattr(flow, name)) for flow in observation.flows for name in ("rows", "_executed", "grams")]
-        return [*sizes, len(scope._hooks._handles), sum(len(m._forward_hooks) for m in model.modules())]
+        return [*sizes, len(observation.hooks._handles), sum(len(m._forward_hooks) for m in model.modules())]
 
     x, y = torch.randn(B, IN), torch.randn(B, OUT)
     with watched(model, optimizer, config={"max_records": 5, "slow_every": 3}) as scope:

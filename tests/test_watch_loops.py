@@ -310,7 +310,7 @@ def test_an_optimizer_made_anew_takes_the_place_of_the_old_one() -> None:
             loss_of(model, data(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(scope._clock.optimizers) == 1
+        assert len(scope.optimizers) == 1
     assert [r.step for r in scope.records] == [0, 1, 2, 3]
 
 

@@ -25,7 +25,7 @@ from flowscope.probes.gates import GateObserver
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.known_streams import KnownStreams
 from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.passes import Before, Passes
+from flowscope.probes.passes import Earlier, Passes
 from flowscope.probes.recurrent import Replay
 from flowscope.probes.sites import SiteObserver, group_by_flow
 from flowscope.probes.snapshot import Snapshot
@@ -74,8 +74,10 @@ class Observation:
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
         self.buffer = DepositBuffer(placed(hooks.statistics, COLUMNS)[1])
         self._hear = {event: self._hearing(event) for event in EVENTS}
-        self.on_forward: Callable[[], None] = lambda: None
-        """Called when a training forward of the root begins."""
+        self.on_forward: Callable[[], bool] = lambda: True
+        """Called when a training forward of the root begins; says whether it is observed."""
+        self.on_run: Callable[[], Any] = lambda: None
+        """Called when a flow begins after an optimizer of another model has stepped."""
         self.owner: Any = None
         """Who must live as long as the hooks of the model do (the scope, even if the user does not keep it)."""
         self._warned: set[str] = set()
@@ -133,7 +135,7 @@ class Observation:
             # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (probes/sites.py)
             streams = any(site.streams for site in self.sites if site.flow == flow.name)
             observer = make(flow, hooks=self.hooks, buffer=self.buffer, borrowed=borrowed, streams=streams)
-            observer.on_drop = self.drop
+            observer.on_drop = self._flow_begins
             built[flow.name] = observer
             if flow.kind != "network":
                 owners.update(dict.fromkeys(flow.outputs, observer))
@@ -156,11 +158,9 @@ class Observation:
             for site in self.sites:
                 site.in_training = False
             return
-        before = self.passes.forward_begins()
-        if before is Before.MISSED:
+        if not self.on_forward():
             return
-        self._heed(before)
-        self.on_forward()
+        self.passes.forwards += 1
         for flow in self.flows:
             flow.start_forward(training=True)
         self._tell("start_forward")
@@ -168,12 +168,15 @@ class Observation:
         for part in parts:
             part.start_forward()
 
-    def _heed(self, before: Before) -> None:
-        if before is Before.DROP:
-            self.drop()
-        elif before is Before.DISCARD:
+    def _flow_begins(self) -> None:
+        self.on_run()
+
+    def review(self) -> None:
+        """A forward begins that is not the first of its step: earlier ones may have deposited for nothing."""
+        earlier = self.passes.review()
+        if earlier is Earlier.DISCARD:
             self._discard_deposits()
-        elif before is Before.ASIDE:
+        elif earlier is Earlier.ASIDE:
             self._aside += self.buffer.take()
 
     def runs(self) -> int:
@@ -205,16 +208,6 @@ class Observation:
         for trajectory in self.trajectories:
             trajectory.drop()
 
-    def pause(self) -> None:
-        """Observe nothing until `resume`."""
-        self.passes.pause()
-        self.drop()
-
-    def resume(self) -> None:
-        """Observe again: at once where nothing of the step under way was missed, else from the next on."""
-        self.passes.resume()
-        self.drop()
-
     def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.switch.paused and torch.is_grad_enabled():
             for tensor in floating_tensors(output):
@@ -226,13 +219,13 @@ class Observation:
         """Turn the probes on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
             self.drop()
-        self.passes.begin_step(sampling=sampling, slow=slow)
+        self.passes.begin_step(sampling=sampling)
+        self.switch.sampling, self.switch.slow = sampling, slow
         if sampling:
             self._tell("begin_step")
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
-        self.switch.stale = False
         self._drop_sums()
         self.hooks.release_leaves()
         for flow in self.flows:

@@ -1,7 +1,7 @@
-"""Which passes of a model belong to the step under way: what a forward that begins means for what was deposited.
+"""Whether what earlier passes of a step deposited still counts: it shows in the gradients that are held.
 
 Backward may have deposited for nothing: an exception ended a step halfway, SAM runs the model twice, an attack or a
-meta-learner runs it inside a step, an optimizer that is not ours stepped. It shows in the gradients that are held.
+meta-learner runs it inside a step.
 """
 
 from __future__ import annotations
@@ -15,32 +15,30 @@ from flowscope.instruments.raw_gradients import spread
 from flowscope.probes.hooks import Switch
 
 
-class Before(Enum):
-    """What a training forward that begins says of what was deposited before it in the same step."""
+class Earlier(Enum):
+    """What a training forward that is not the first of its step says of what was deposited before it."""
 
     COUNTS = "counts"
-    MISSED = "the forward itself is not observed: paused"
-    DROP = "belongs to a step of another optimizer"
     DISCARD = "its gradients were thrown away"
     ASIDE = "left no gradient, and no step has shown yet whether this loop fills `.grad`"
 
 
 class Passes:
-    """The forwards of the step under way, pausing, and whether the gradients of earlier passes are still held.
+    """The forwards of the step under way, and whether the gradients of earlier passes are still held.
 
     Args:
         model: the user's.
-        switch: of the scope's hooks; set here, between steps.
+        switch: of the scope's hooks.
+
+    Attributes:
+        forwards: training forwards of the root since it was attached.
+        fills_grad: whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not).
     """
 
     def __init__(self, model: nn.Module, switch: Switch) -> None:
         self._model, self._switch = model, switch
-        self.forwards = 0
-        """Training forwards of the root since it was attached."""
-        self._at_begin = 0
-        self._missed = self._resuming = False
+        self.forwards = self._at_begin = 0
         self.fills_grad = False
-        """Whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not)."""
         self._undecided = True
         """No step has shown yet whether it does."""
         self._used = False
@@ -48,51 +46,23 @@ class Passes:
         self._some: list[Tensor] = []
         """A few of the parameters as the step began."""
 
-    def forward_begins(self) -> Before:
-        """A training forward of the root begins."""
-        if self._switch.paused:
-            self._missed = True
-            return Before.MISSED
-        before = self._before()
-        self.forwards += 1
-        return before
-
-    def _before(self) -> Before:
-        if self._switch.stale:
-            return Before.DROP
-        if self.of_step():
-            if self._gradients_were_dropped():
-                return Before.DISCARD
-            if self._undecided and self._holds_no_gradient():
-                return Before.ASIDE
-        return Before.COUNTS
+    def review(self) -> Earlier:
+        """What a further forward of a sampled step says of the passes before it."""
+        if self._gradients_were_dropped():
+            return Earlier.DISCARD
+        return Earlier.ASIDE if self._undecided and self._holds_no_gradient() else Earlier.COUNTS
 
     def of_step(self) -> int:
         """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
         return self.forwards - self._at_begin
 
-    def begin_step(self, *, sampling: bool, slow: bool) -> None:
-        """Set the switch for the step that begins."""
-        if self._resuming:
-            self._switch.paused = self._resuming = False
-        self._missed = self._used = False
+    def begin_step(self, *, sampling: bool) -> None:
+        """The next step begins."""
+        self._used = False
         self._at_begin = self.forwards
-        self._switch.sampling, self._switch.slow = sampling, slow and sampling
-        self._switch.stale = False
         if sampling:
             trainable = [(i, p) for i, p in enumerate(self._model.parameters()) if p.requires_grad]
             self._some = [p for _, p in [*trainable[:1], *spread(trainable)]]
-
-    def pause(self) -> None:
-        """Observe nothing until `resume`."""
-        self._missed = self._missed or self.of_step() > 0
-        self._resuming = False
-        self._switch.paused = True
-
-    def resume(self) -> None:
-        """Observe again: at once where nothing of the step under way was missed, else from the next on."""
-        self._resuming = self._missed
-        self._switch.paused = self._switch.paused and self._missed
 
     def gradients_used(self) -> None:
         """An optimizer is about to use the gradients."""
@@ -115,8 +85,6 @@ class Passes:
         return (self.fills_grad or self._switch.left_gradients) and self._holds_no_gradient()
 
     def _holds_no_gradient(self) -> bool:
-        if not self._switch.sampling or self._switch.in_closure:
-            return False
         held_now: list[Tensor] = list(self._model.parameters())
         if not all(p.is_leaf for p in held_now):
             # weights that torch.func.functional_call has put in place for this forward

@@ -5,36 +5,13 @@ One scaler may serve several optimizers: those of this model make its step, and 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from flowscope.errors import FlowscopeError
-
-FRAMES = 16
-
-
-def scale_of(scaler: Any) -> Any:
-    """The scale of a GradScaler, without waiting for a device."""
-    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
-    return scale.detach().clone() if scale is not None else float(scaler.get_scale())
-
-
-def scale_of_caller() -> Any:
-    """The scale of the GradScaler that is making the optimizer step, None where none is.
-
-    A scaler that `watch` was not given leaves no other trace, and its unscaling would look like clipping.
-    """
-    frame = inspect.currentframe()
-    for _ in range(FRAMES):
-        if frame is None:
-            break
-        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
-            return scale_of(scaler)
-        frame = frame.f_back
-    return None
+from flowscope.torch_internals import found_by, scale_of
 
 
 class ScalerWatch:
@@ -50,8 +27,8 @@ class ScalerWatch:
     def __init__(
         self,
         scaler: Any,
-        on_skip: Callable[[], None],
-        on_found: Callable[[list[torch.Tensor]], None],
+        on_skip: Callable[[], object],
+        on_found: Callable[[list[Tensor]], None],
         optimizers: Callable[[], Sequence[Any]],
     ) -> None:
         if not all(callable(getattr(scaler, name, None)) for name in ("update", "get_scale", "is_enabled")):
@@ -73,15 +50,15 @@ class ScalerWatch:
         return self.scale()
 
     def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
-        states = dict(getattr(self._scaler, "_per_optimizer_states", None) or {})
+        found = found_by(self._scaler)
         if known := {id(optimizer) for optimizer in self._optimizers()}:
-            states = {key: state for key, state in states.items() if key in known}
-        if states:  # else the update is that of another model's optimizer
+            found = {key: tensors for key, tensors in found.items() if key in known}
+        if found:  # else the update is that of another model's optimizer
             stepped, self._stepped = self._stepped, False
             if not stepped:
                 self._on_skip()
                 self._stepped = False
-            self._on_found([t for state in states.values() for t in state.get("found_inf_per_device", {}).values()])
+            self._on_found([tensor for tensors in found.values() for tensor in tensors])
         return self._update(*args, **kwargs)
 
     def close(self) -> None:

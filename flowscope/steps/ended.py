@@ -1,0 +1,110 @@
+"""Steps that have ended, until they are records."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.buffer import HostCopy
+from flowscope.probes.snapshot import Snapshot
+from flowscope.records import Record
+from flowscope.steps.losses import Losses, StepLoss
+
+
+@dataclass(eq=False)
+class EndedStep:
+    """A step that ended, until it becomes a record.
+
+    Attributes:
+        loss: the loss given for it, and its number.
+        snapshot: what it deposited; None where it was not sampled.
+        canary: its counts of non-finite entries.
+        flags: what is special about it.
+        scale: the GradScaler's scale in its backward, None without a scaler.
+        found_inf: above 0 where the gradients of an optimizer held inf (the scaler's, or a fused optimizer's own).
+        awaited: whether numbers of other ranks are still to come.
+        record: the record, where it was made before its time (`Recorder.prepare`).
+        rank_gap: gives the gap between the ranks of each parameter, where they were compared.
+        unshared: metrics that only this rank has: shown, and not judged.
+        note: what is special about its numbers.
+    """
+
+    loss: StepLoss
+    snapshot: Snapshot | None
+    canary: HostCopy
+    flags: tuple[str, ...] = ()
+    scale: Any = None
+    found_inf: list[Tensor] = field(default_factory=list)
+    awaited: bool = False
+    record: Record | None = None
+    rank_gap: Callable[[], NDArray[np.float64]] | None = None
+    unshared: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.loss.step
+
+    def ready(self) -> bool:
+        """Whether finishing it would not wait for a copy."""
+        copies: list[Any] = (
+            [self.canary, self.loss] if self.snapshot is None else [self.canary, self.snapshot, self.loss]
+        )
+        return not self.awaited and all(copy.ready() for copy in copies)
+
+
+class EndedSteps:
+    """The steps that have ended and are no records yet, oldest first.
+
+    Args:
+        take: makes a record of one.
+        losses: tell whether the newest may still get a loss.
+    """
+
+    def __init__(self, take: Callable[[EndedStep], None], losses: Losses) -> None:
+        self._take, self._losses = take, losses
+        self._waiting: deque[EndedStep] = deque()
+        self._finishing = False
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[EndedStep]:
+        """Oldest first."""
+        return iter(self._waiting)
+
+    def add(self, ended: EndedStep) -> None:
+        """A step has ended."""
+        self._waiting.append(ended)
+
+    @property
+    def newest(self) -> EndedStep | None:
+        """The step that ended last, None where it is a record already."""
+        return self._waiting[-1] if self._waiting else None
+
+    def finish(self, *, everything: bool = False) -> None:
+        """Turn them into records; the newest waits for its loss until the next one ends, unless `everything`."""
+        if self._finishing:  # an alert's callback reads records
+            return
+        self._finishing = True
+        try:
+            while self._waiting:
+                oldest = self._waiting[0]
+                if not everything and (oldest.loss is self._losses.unclaimed or not oldest.ready()):
+                    return
+                self._waiting.popleft()
+                self._take(oldest)
+        finally:
+            self._finishing = False
+
+    def clear(self) -> None:
+        """Make no records of them."""
+        self._waiting.clear()

@@ -1,0 +1,157 @@
+"""The loss of a step as one token, from the first value given for it to the record that shows it.
+
+No step waits for a device: a loss is read when its record is made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowscope.probes.buffer import HostCopy
+from flowscope.records import Record
+
+MOST = 1000
+"""Losses of so many steps are kept for the next record."""
+
+
+class LateLoss:
+    """A loss on its way from its device: reading it waits for its own copy, not for what was queued behind it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.source = value
+        """The loss on its device."""
+        self._copy = HostCopy([value.reshape(1)])
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._copy.ready()
+
+    def __float__(self) -> float:
+        """The loss."""
+        return float(self._copy.read()[0][0])
+
+
+Value: TypeAlias = LateLoss | float
+
+
+class StepLoss:
+    """The loss of one step: the mean of the values given for it, on this rank or on all of them.
+
+    Attributes:
+        step: the step's number; -1 while it is under way.
+        values: what was given, numbers or on their way from a device.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.values: list[Value] = []
+        self._shown_in: Record | None = None
+        self._sent = 0
+        self._of_ranks = 0.0, 0.0
+
+    def give(self, value: Value) -> None:
+        """Add a value; a record that was made (somebody read it) before the first one came gets it still."""
+        self.values.append(value)
+        if (record := self._shown_in) is not None and record.loss is None:
+            record.loss = float(value)
+            earlier = record.metrics.get("step_losses", np.full(1, np.nan))
+            record.metrics["step_losses"] = np.append(earlier[:-1], record.loss)
+
+    def renumber(self, step: int) -> None:
+        """Give the step another number, in its record too."""
+        self.step = step
+        if self._shown_in is not None:
+            self._shown_in.step = step
+
+    def shown_in(self, record: Record) -> None:
+        """The record of this step is complete but for what may come late."""
+        self._shown_in = record
+
+    def ready(self) -> bool:
+        """Whether `mean` would not wait for a copy."""
+        return all(value.ready() for value in self.values if isinstance(value, LateLoss))
+
+    def settle(self) -> list[float]:
+        """Wait for the copies; returns the values."""
+        numbers = [float(value) for value in self.values]
+        self.values = [*numbers]
+        return numbers
+
+    def mean(self) -> float | None:
+        """The loss of the step, None where none was given."""
+        numbers = [float(value) for value in self.values]
+        return sum(numbers) / len(numbers) if numbers else None
+
+    # -- over ranks ---------------------------------------------------------------------------------------------------
+
+    def send(self) -> list[Any]:
+        """The values that entered no sum over ranks so far, on their devices."""
+        fresh, self._sent = self.values[self._sent :], len(self.values)
+        return [value.source if isinstance(value, LateLoss) else value for value in fresh]
+
+    def receive(self, total: float, count: float) -> None:
+        """Take the sum and the number of the values that all ranks have sent."""
+        self._of_ranks = self._of_ranks[0] + total, self._of_ranks[1] + count
+
+    @property
+    def shared(self) -> bool:
+        """Whether a rank has sent a value."""
+        return self._of_ranks[1] > 0
+
+    def take_ranks(self) -> None:
+        """Put the mean over the ranks in the place of this rank's own values."""
+        total, count = self._of_ranks
+        self.values = [total / count] if count > 0 else []
+
+
+class Losses:
+    """Decides which step a loss belongs to.
+
+    Attributes:
+        under_way: the loss of the step under way.
+        unclaimed: that of the step that ended since the last call of `scope.step`: the next call may belong to it.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = StepLoss()
+        self.unclaimed: StepLoss | None = None
+
+    def end(self, step: int) -> StepLoss:
+        """The step under way has ended and has this number."""
+        self.unclaimed = ended = self.under_way
+        self.under_way = StepLoss()
+        ended.step = step
+        return ended
+
+    def claim(self, *, ran: bool) -> StepLoss | None:
+        """`scope.step` is called: the step that has ended and that the call belongs to, None for the one under way.
+
+        Args:
+            ran: whether the model has run since. A step that has its loss already wants no other then: the loop gives
+                each loss before the optimizer's step.
+        """
+        ended, self.unclaimed = self.unclaimed, None
+        return None if ended is None or (ended.values and ran) else ended
+
+
+class LossesSinceRecord:
+    """The mean loss of each step since the last record, NaN where none was given."""
+
+    def __init__(self) -> None:
+        self._held: deque[StepLoss] = deque(maxlen=MOST)
+
+    def add(self, loss: StepLoss) -> None:
+        """A step ended, and this is its loss."""
+        self._held.append(loss)
+
+    def take(self) -> NDArray[np.float64] | None:
+        """Return the losses, oldest first, and start again; None where no step had one."""
+        means = [loss.mean() for loss in self._held]
+        self._held.clear()
+        held = np.array([np.nan if mean is None else mean for mean in means])
+        return held if not np.isnan(held).all() else None

@@ -1,0 +1,199 @@
+"""The optimizers of a model, and their steps as events: what torch's global step hooks tell, translated.
+
+An optimizer given to `watch` (or found because it holds the model's parameters) marks the end of a step in its
+post-hook; of several, the last listed. What else steps is foreign. Optimizers that step inside backward (one a
+parameter, to free the gradients at once) end the step when that backward ends, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flowscope.errors import FlowscopeError
+from flowscope.instruments.wiring import held_by
+from flowscope.probes.hooks import Hook, Hooks
+from flowscope.steps.phase import Action, Actions, Event
+from flowscope.torch_internals import (
+    at_end_of_backward,
+    backward_under_way,
+    in_backward,
+    in_reentrant_checkpoint,
+    steps_on_stack,
+)
+
+Tell = Callable[[Event, Optimizer], Actions]
+
+
+class OwnOptimizers:
+    """The optimizers that hold the model's parameters.
+
+    Attributes:
+        known: in the order they step.
+        given: whether `watch` was given some; else they are found when they first step.
+    """
+
+    def __init__(self, model: nn.Module, given: Any) -> None:
+        self.known: list[Optimizer] = _as_list(given)
+        self.given = bool(self.known)
+        self._model = model
+        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether it is among them."""
+        return any(optimizer is known for known in self.known)
+
+    def owns(self, optimizer: Optimizer, *, inside: bool) -> bool:
+        """Whether it holds parameters of the model; `inside`: it steps inside the step of another one of them."""
+        if self.knows(optimizer):
+            return True
+        held = held_by(optimizer)
+        if self.given:
+            # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
+            return not inside and any(held & held_by(known) for known in self.known)
+        return any(id(p) in held for p in self._model.parameters())
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place.
+
+        Where the older one steps again, both are in use (a GAN with a shared encoder): it is the first of the two.
+        """
+        if optimizer in self._replaced:
+            self.known.insert(0, optimizer)
+            return
+        held = held_by(optimizer)
+        older = [i for i, known in enumerate(self.known) if held & held_by(known)]
+        for i in older:
+            self._replaced.add(self.known[i])
+        if older and self.given:
+            self.known[older[0]] = optimizer
+        kept = [known for i, known in enumerate(self.known) if i not in older or known is optimizer]
+        self.known = kept if optimizer in kept else [*kept, optimizer]
+
+    def last(self, optimizer: Optimizer) -> bool:
+        """Whether its step ends the training step."""
+        return optimizer is self.known[-1]
+
+
+class OptimizerClock:
+    """Listens to every optimizer of the process through torch's global hooks, and tells of each as an event.
+
+    Args:
+        own: the model's optimizers.
+        tell: takes the event and its optimizer, and answers with what the step's table asks for.
+        hooks: whose hooks these are.
+    """
+
+    def __init__(self, own: OwnOptimizers, tell: Tell, hooks: Hooks) -> None:
+        self._own, self._tell = own, tell
+        self._joining: Optimizer | None = None
+        """Its step belongs to the training step that has just ended, and is no event."""
+        self._stepping: Optimizer | None = None
+        self._nested = 0
+        """How many steps of the same optimizer are inside its step: a subclass calls `super().step()`, and torch hooks
+        the step of every class of which there was an instance."""
+        self._inside: tuple[int, Optimizer] | None = None
+        """The backward in which optimizers step, and the latest of them."""
+        self._end = Hook("optimizer hook", self._backward_ends, hooks.faults)
+        self._pre = Hook("optimizer hook", self._before, hooks.faults)
+        self._post = Hook("optimizer hook", self._after, hooks.faults)
+        hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
+        hooks.keep(register_optimizer_step_post_hook(_weakly(self._post)))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._owned(optimizer):
+            return
+        if not self._own.knows(optimizer):
+            self._own.take_in(optimizer)
+            # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
+            self._joining = optimizer if Action.JOIN in self._tell(Event.FOUND, optimizer) else None
+        if self._stepping is optimizer:
+            if steps_on_stack(optimizer) > 1:
+                self._nested += 1
+                return
+            self._nested = 0  # the call before this one did not end: it raised
+            self._tell(Event.FAILED, optimizer)
+        self._stepping = optimizer
+        if self._inside is not None and self._inside[0] != backward_under_way() and not in_reentrant_checkpoint():
+            self._inside = None  # that backward did not end: it raised
+            self._tell(Event.FAILED, optimizer)
+        if optimizer is not self._joining:
+            self._tell(Event.BEFORE_CLOSURE if _has_closure(args, kwargs) else Event.BEFORE, optimizer)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._owned(optimizer):
+            self._tell(Event.FOREIGN, optimizer)
+            return
+        if self._stepping is optimizer and self._nested:
+            self._nested -= 1
+            return
+        self._stepping = None
+        if optimizer is self._joining:
+            self._joining = None
+            return
+        inside = in_backward()
+        self._tell(Event.LAST if self._own.last(optimizer) and not inside else Event.AFTER, optimizer)
+        if inside:
+            self._wait_for_backward(optimizer)
+
+    def _owned(self, optimizer: Optimizer) -> bool:
+        return self._own.owns(optimizer, inside=self._stepping is not None)
+
+    def _wait_for_backward(self, optimizer: Optimizer) -> None:
+        """Let the step end with the backward that this optimizer stepped in."""
+        task = backward_under_way()
+        waiting = self._inside is not None and self._inside[0] == task
+        if not waiting and in_reentrant_checkpoint():
+            return  # the backward of one reentrant checkpoint, not the whole
+        self._inside = task, optimizer
+        if not waiting:
+            at_end_of_backward(self._end)
+
+    def _backward_ends(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            self._tell(Event.LAST, inside[1])
+
+
+def _weakly(hook: Hook) -> Callable[..., None]:
+    """A global hook that does not keep a forgotten scope and its model alive."""
+    reference = weakref.ref(hook)
+
+    def call(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (live := reference()) is not None:
+            # torch hands the bound call's arguments on: args[0] is the optimizer itself
+            live(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
+
+    # what torch.compiler.disable sets: a compiled optimizer.step calls it as plain Python
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return callable(args[0] if args else kwargs.get("closure"))
+
+
+def _as_list(given: Any) -> list[Optimizer]:
+    if given is None:
+        return []
+    found: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+    out = []
+    for item in found:
+        # trainers wrap optimizers (accelerate, Lightning): the inner one is what steps
+        inner = getattr(item, "optimizer", None)
+        optimizer = inner if isinstance(inner, Optimizer) else item
+        if not isinstance(optimizer, Optimizer):
+            raise FlowscopeError(
+                f"watch(optimizer=...): got {type(item).__name__}, expected a torch.optim.Optimizer or a list of them "
+                "in the order they step. Without one, call scope.step() at the end of each step."
+            )
+        out.append(optimizer)
+    return out
