@@ -30,7 +30,7 @@ from pairing import Batch, Runner, interleave, ratio
 from torch import Tensor, nn
 
 import flowscope
-from flowscope.probes.exchange import Exchange
+from flowscope.ranks.all_reduce import Exchange
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from byte_lm import ByteLM

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowscope.errors import FlowscopeError, StopTraining
 from flowscope.faults import LOGGER
-from flowscope.probes.process_groups import is_first_process
+from flowscope.ranks.groups import is_first_process
 from flowscope.records import SERIOUS, Alert, Event, Record, RunHeader
 from flowscope.sinks.jsonl import JsonlSink
 

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from flowscope.metrics import Metric
 from flowscope.probes.canary import Canary
 from flowscope.probes.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
-from flowscope.sinks import Sink
+from flowscope.sinks import ConsoleSink, JsonlSink, Sink
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import LossesSinceRecord
 
@@ -42,6 +43,23 @@ class Outlet:
         self.closed = False
         self._faults = faults
         self._told_unsampled = False
+
+    def open(self, log_dir: str | Path | None, config: WatchConfig, *, quiet: bool) -> None:
+        """Begin with the sinks of our own.
+
+        Args:
+            log_dir: folder for the files, None for none.
+            config: says when images are written and what goes to the console.
+            quiet: whether alerts have somewhere else to go.
+        """
+        if log_dir is not None:
+            from flowscope.sinks.tensorboard import TensorBoardSink
+
+            self.sinks.append(("sink JsonlSink", JsonlSink(log_dir)))
+            self.sinks.append(("sink TensorBoardSink", TensorBoardSink(log_dir, config.images_every)))
+        console = config.console
+        if console in ("alerts", "records") or (console == "auto" and not quiet):
+            self.sinks.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
 
     def emit(self, event: Event) -> None:
         """Send an event to every sink that has not failed."""

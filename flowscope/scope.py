@@ -29,11 +29,11 @@ from flowscope.faults import LOGGER, Faults
 from flowscope.instruments import specs_of
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
-from flowscope.probes.process_groups import is_first_process
+from flowscope.ranks.groups import is_first_process
 from flowscope.recorder import Recorder
 from flowscope.records import Alert, Record
 from flowscope.schedule import Schedule, make_schedule
-from flowscope.sinks import ConsoleSink, JsonlSink, Run, Sink
+from flowscope.sinks import Run, Sink
 from flowscope.steps.driver import StepCount, StepDriver
 from flowscope.steps.optimizers import OwnOptimizers
 from flowscope.summary import summarize
@@ -113,7 +113,8 @@ class Scope:
         hooks = Hooks(self._faults)
         # sinks before hooks: an unwritable log_dir must leave the model untouched
         try:
-            self._add_own_sinks(given.log_dir)
+            if writes := is_first_process():
+                self._recorder.outlet.open(given.log_dir, self.config, quiet=bool(given.callbacks))
             observation = Observation(view, self.config, hooks)
             self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
             own = OwnOptimizers(model, given.optimizer)
@@ -125,9 +126,8 @@ class Scope:
             hooks.close()
             self._recorder.outlet.close()
             raise
-        self._faults.guard("ranks", driver.ranks.attach)
+        self._faults.guard("ranks", driver.ranks.others.attach)
         # a sink that says so sees the events of every rank, others write once a run
-        writes = is_first_process()
         self._recorder.outlet.sinks += [
             (part, s) for part, s in given.sinks if writes or getattr(s, "every_rank", False)
         ]
@@ -140,19 +140,6 @@ class Scope:
         if not len(self.flows):
             LOGGER.warning("flowscope: no depth axis found in %s; only parameter metrics.", type(model).__name__)
         driver.begin()
-
-    def _add_own_sinks(self, log_dir: str | Path | None) -> None:
-        own = self._recorder.outlet.sinks
-        if not is_first_process():
-            return
-        if log_dir is not None:
-            from flowscope.sinks.tensorboard import TensorBoardSink
-
-            own.append(("sink JsonlSink", JsonlSink(log_dir)))
-            own.append(("sink TensorBoardSink", TensorBoardSink(log_dir, self.config.images_every)))
-        console = self.config.console
-        if console in ("alerts", "records") or (console == "auto" and not self._recorder.callbacks):
-            own.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
 
     def _bind(self, callbacks: Sequence[AlertCallback]) -> None:
         """Actions (flowscope.actions) know their scope, and some see all events."""

@@ -14,12 +14,12 @@ import torch
 import flowscope
 from benchmarks import metric_tables
 from flowscope import recorder
-from flowscope.distributed import is_local
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
 from flowscope.panels.overview import RunView, place
 from flowscope.panels.report import report_payload
+from flowscope.ranks.ranks import is_local
 from flowscope.records import Alert, Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, reduction
 

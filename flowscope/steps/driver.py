@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flowscope.distributed import Ranks
 from flowscope.faults import Faults
 from flowscope.instruments.wiring import held_by
 from flowscope.probes.observation import Observation
+from flowscope.ranks.ranks import Ranks
 from flowscope.recorder import Recorder
 from flowscope.records import Record
 from flowscope.schedule import Schedule
@@ -152,7 +152,7 @@ class StepDriver:
         self._do(Event.FORWARD)
         if self._machine.paused:
             return False
-        self._guard("ranks", self.ranks.forward_begins)
+        self._guard("ranks", self.ranks.others.forward_begins)
         return True
 
     def _found(self, found: list[Tensor]) -> None:

@@ -1,9 +1,14 @@
-"""Collectives under way: entered in a step's hook, read a step later, and waited for only while all ranks are there."""
+"""The all-reduce of a sampled step: which parts its vector has on all ranks, and the collectives under way.
+
+They are entered in a step's hook, read a step later, and waited for only while all ranks are there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.probes.buffer import HostCopy
-from flowscope.probes.payload import Part
+from flowscope.probes.payload import Part, from_host
 
 Array = NDArray[np.float64]
 GRACE = 1.0
 """Seconds that reading or closing waits, once a sum, for ranks that are a little behind; a dead one costs no more."""
 PATIENCE = 2.0
 """Seconds after which a rank that waits asks whether the others are still there."""
+
+BUCKETS = 64
+"""Parts that only some ranks have are compared by so many hashes."""
 
 
 class Exchange:
@@ -102,3 +110,63 @@ class Extremes:
         with np.errstate(all="ignore"):
             gap = np.where(largest > 0, (largest + least) / largest, 0.0)
         return np.where(replicated, gap, np.nan)
+
+
+class Agreement:
+    """The parts of a sampled step that all ranks have in common, and in which order they lie in the vector.
+
+    Attributes:
+        sizes: by name; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._open = 2
+        """So many sums more begin with a comparison."""
+
+    def news(self, own: Iterable[Part]) -> bool:
+        """Whether this rank has seen something that the ranks have not agreed on."""
+        return any(not part.fixed and self.sizes.get(part.name) != part.size for part in own)
+
+    def reopen(self) -> None:
+        """A rank has seen something new: compare before the next sum."""
+        self._open = max(self._open, 1)
+
+    def renew(self, own: list[Part], expects: Callable[[str], bool], device: torch.device, process_group: Any) -> None:
+        """Agree anew, where a comparison is due.
+
+        Args:
+            own: this rank's parts of the step.
+            expects: whether a part that was agreed on may still come.
+            device: where the hashes are compared.
+            process_group: the ranks.
+        """
+        if self._open <= 0:
+            return
+        self._open -= 1
+        known = {name: size for name, size in self.sizes.items() if expects(name)}
+        known.update({part.name: part.size for part in own})
+        self.sizes = parts_in_common(known, {part.name for part in own if part.fixed}, device, process_group)
+
+
+def parts_in_common(
+    known: Mapping[str, int], fixed: Collection[str], device: torch.device, process_group: Any
+) -> dict[str, int]:
+    """Return the parts that all ranks have, by one MAX of hashes of them and of their negatives.
+
+    Args:
+        known: names and sizes of this rank's parts.
+        fixed: those of which the structure of the model alone decides.
+        device: where the hashes are compared.
+        process_group: the ranks.
+    """
+    buckets = np.zeros(BUCKETS + 1)
+    places = {name: BUCKETS if name in fixed else zlib.crc32(name.encode()) % BUCKETS for name in known}
+    for name, size in known.items():
+        value, at = int(hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:8], 16), places[name]
+        buckets[at] = (buckets[at] + value) % 2.0**50
+    vector = from_host(np.concatenate([buckets, -buckets]), device)
+    dist.all_reduce(vector, dist.ReduceOp.MAX, group=process_group)
+    largest = vector.cpu().double().numpy()
+    same = largest[: BUCKETS + 1] == -largest[BUCKETS + 1 :]
+    return {name: size for name, size in sorted(known.items()) if same[places[name]]}

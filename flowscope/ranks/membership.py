@@ -1,0 +1,197 @@
+"""Whether this rank adds up with the others: all must watch with one layout and schedule, and go in step.
+
+They are counted in the process group's store, without a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flowscope.config import WatchConfig
+from flowscope.faults import LOGGER
+from flowscope.probes.observation import Observation
+from flowscope.ranks.groups import Group, find_group, sequence_of, several_processes
+from flowscope.schedule import Schedule
+
+SCHEDULE_STEPS = 1024
+UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
+
+
+class Registration:
+    """This rank among those that have its layout; what is counted is only read in a later hook.
+
+    Args:
+        group: the ranks.
+        layout: what they must have in common (`layout_of`).
+    """
+
+    _made: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, group: Group, layout: list[Any]) -> None:
+        self._group = group
+        digest = hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:24]
+        Registration._made[digest] += 1
+        self._key = f"flowscope/{digest}/{Registration._made[digest]}"
+        self._store().add(self._key, 1)
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_process_group_store(self._group.process_group)
+
+    def count(self) -> int:
+        """How many ranks have this layout."""
+        return int(self._store().add(self._key, 0))
+
+    def others_left(self, entered: int) -> bool:
+        """Whether a rank closed its scope after this many sums: it will not enter the next."""
+        return int(self._store().add(f"{self._key}/left after {entered}", 0)) > 0
+
+    def tell_left(self, entered: int) -> None:
+        """Tell the others that this rank has entered this many sums, and enters no more."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store().add(f"{self._key}/left after {entered}", 1)
+
+
+class Standing(Enum):
+    """How this rank stands to the others.
+
+    LOOKING: who they are is not known.
+    REGISTERED: it has counted itself among them; they may not have, yet.
+    JOINED: all have the same layout and schedule, and go in step: they add up.
+    ALONE: its records are its own.
+    """
+
+    LOOKING, REGISTERED, JOINED, ALONE = range(4)
+
+
+class Membership:
+    """Finds the ranks that train a model together, and whether this one adds up with them.
+
+    Args:
+        model: the model.
+        layout: what ranks must have in common (`layout_of`, for a group).
+
+    Attributes:
+        group: the ranks, None while they are not known.
+        standing: how this rank stands to them.
+        entered: how many sums it has entered.
+    """
+
+    def __init__(self, model: nn.Module, layout: Callable[[Group], list[Any]]) -> None:
+        self._model, self._layout = model, layout
+        self.group: Group | None = None
+        self.standing = Standing.LOOKING
+        self.entered = 0
+        self._registration: Registration | None = None
+        self._ended = self._count_at = 0
+        self._sequence = -1
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank adds up with the others."""
+        return self.standing is Standing.JOINED
+
+    def party(self) -> Group:
+        """Who adds up: known since the ranks have joined."""
+        assert self.group is not None
+        return self.group
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may run out of batches one by one."""
+        return self.group is not None and self.group.uneven
+
+    def attach(self) -> None:
+        """Register at once where the ranks' layout is known before the first forward."""
+        if several_processes():
+            group = find_group(self._model)
+            if group is not None and group.kind and group.size > 1:
+                self._register(group)
+
+    def forward_begins(self) -> None:
+        """A training forward of the model begins."""
+        if self.standing in (Standing.JOINED, Standing.ALONE) or not several_processes():
+            return
+        if self.standing is Standing.LOOKING:
+            self._look()
+        self._sequence = sequence_of(dist.group.WORLD)
+
+    def step_ended(self) -> None:
+        """In a step's hook: join where all ranks have registered and are seen to go in step."""
+        if several_processes():
+            if self.standing is Standing.LOOKING:
+                self._look()
+                self._count_at += 1  # a whole step must lie between: then all ranks have counted themselves
+            elif self.standing is Standing.REGISTERED:
+                self._join()
+        self._ended += 1
+
+    def _look(self) -> None:
+        group = find_group(self._model)
+        if group is None:
+            self.stay_alone("its parameters lie on a mesh of devices for whose ranks there is no process group")
+        elif group.size == 1:
+            self.group, self.standing = group, Standing.ALONE
+        else:
+            self._register(group)
+
+    def _register(self, group: Group) -> None:
+        self.group, self.standing, self._count_at = group, Standing.REGISTERED, self._ended
+        self._registration = Registration(group, self._layout(group))
+
+    def _join(self) -> None:
+        group, registration = self.party(), self._registration
+        if self.uneven:
+            self.stay_alone(UNEVEN)
+        elif self._ended >= self._count_at and self._in_step(group) and registration is not None:
+            device = next(self._model.parameters()).device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # once: the collectives of backward are behind all ranks
+            if (count := registration.count()) == group.size:
+                self.standing = Standing.JOINED
+            else:
+                self.stay_alone(
+                    f"{count} of {group.size} ranks watch it with this layout and schedule (call flowscope.watch "
+                    "on every rank with the same arguments, before the first step)"
+                )
+
+    def _in_step(self, group: Group) -> bool:
+        """Whether something shows that the other ranks make this step too: a wrapper, or a collective in the step."""
+        return bool(group.kind) or sequence_of(group.process_group) > self._sequence >= 0
+
+    def stay_alone(self, why: str) -> None:
+        """Add up no more, and say why."""
+        self.standing = Standing.ALONE
+        LOGGER.warning("flowscope: nothing is added up over ranks, records are this rank's own (flag local): %s.", why)
+
+    def others_left(self, entered: int) -> bool:
+        """Whether a rank closed its scope after this many sums."""
+        return self._registration is not None and self._registration.others_left(entered)
+
+    def leave(self) -> None:
+        """Tell the others that this rank enters nothing any more."""
+        if self.joined and self._registration is not None:
+            self._registration.tell_left(self.entered)
+
+
+def layout_of(observation: Observation, watch: WatchConfig, schedule: Schedule, group: Group) -> list[Any]:
+    """Return what ranks must have in common for their numbers to add up."""
+    config = watch.model_dump(mode="json")
+    plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.plan]
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
+    sites = [(site.flow, site.mode, site.labels) for site in observation.sites]
+    gates = observation.gates.labels if observation.gates is not None else []
+    steps = [bool(schedule(step)) for step in range(SCHEDULE_STEPS)]
+    for display in ("console", "images_every", "max_records", "max_alerts"):
+        config.pop(display, None)
+    here = [group.size, group.kind, sequence_of(group.process_group), observation.fixed_rows]
+    return [plan, shapes, sites, gates, steps, config, here]
