@@ -33,10 +33,7 @@ RUN = (
         "loss_scale", "Scale of the GradScaler in this step's backward.", view="Finiteness", scale="log", rows="model"
     ),
     _count(
-        "canary",
-        "Count of inf and NaN at the ends of the model, looked at on every step.",
-        healthy="0",
-        rows="model",
+        "canary", "Count of inf and NaN at the ends of the model, looked at on every step.", healthy="0", rows="model"
     ),
     Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )

@@ -76,11 +76,7 @@ class Solvers(Instrument):
 
     name = "solvers"
     metrics = (
-        _routing(
-            "solver_nfe",
-            "Function evaluations a forward.",
-            healthy="steady; alert at 4 times its start",
-        ),
+        _routing("solver_nfe", "Function evaluations a forward.", healthy="steady; alert at 4 times its start"),
         _routing("solver_nfe_backward", "Function evaluations a backward (adjoint method)."),
         _routing(
             "solver_residual",

@@ -87,9 +87,7 @@ MIXING = (
         shape="stack",
     ),
     _mix(
-        "stream_cosine",
-        "Cosine between streams. At 1 throughout, one stream is paid for several times.",
-        bounds=SHARE,
+        "stream_cosine", "Cosine between streams. At 1 throughout, one stream is paid for several times.", bounds=SHARE
     ),
     _mix("branch_weight", "Weight with which a branch is written to the streams."),
 )
