@@ -8,17 +8,6 @@ from flowscope.metrics import Metric
 
 _count = partial(Metric, view="Finiteness", unit="count")
 
-ALIGNMENT = (
-    Metric(
-        "branch_alignment",
-        "Mean diagonal of the branch's Jacobian, estimated.",
-        formula="vᵀ(dy/dx)v / vᵀv - 1, v of random signs",
-        view="Depth",
-        rows="blocks",
-        ranks="first",
-    ),
-)
-
 RUN = (
     Metric(
         "rank_gap",
@@ -38,4 +27,4 @@ RUN = (
     Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )
 
-OTHERS = {metric.name: metric for group in (ALIGNMENT, RUN) for metric in group}
+OTHERS = {metric.name: metric for metric in RUN}

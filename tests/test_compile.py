@@ -145,7 +145,9 @@ def test_the_buffers_stay_where_they_are_and_no_graph_waits_for_a_value() -> Non
     optimizer = sgd(model)
     with watched(model, optimizer) as scope:
         forward = compiled(model, "method", counted)
-        held = [scope._driver.observation.buffer, scope._driver.observation.canary.buffer]
+        observation = scope._driver.observation
+        flows = next(i for i in observation.instruments if i.name == "flows")
+        held = [flows.buffer, observation.hooks.canary.buffer]
         before = [t.data_ptr() for buffer in held for t in buffer._tensors.values()]
         for step in range(3):
             optimizer.zero_grad()

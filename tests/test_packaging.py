@@ -29,7 +29,7 @@ PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
 MEASURING = ANY | PLAIN | TORCH | {"flowscope.discovery", "flowscope.probes"}
-CENTRE = ("deposit", "observation", "snapshot", "sharing", "record_parts", "passes")
+CENTRE = ("observation", "snapshot", "sharing", "passes")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),

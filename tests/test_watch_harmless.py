@@ -22,8 +22,8 @@ from watch_models import IN, OUT, B, Block, Checkpointed, D, Stack, T, close_to,
 
 import flowscope
 from flowscope.detectors.gradients import VanishingGradient
-from flowscope.instruments import parameters, units, wiring
-from flowscope.probes import deposit, observation, through_time
+from flowscope.instruments import flow_observer, parameters, point_flows, recurrent, units, wiring
+from flowscope.probes import observation
 
 EVERYTHING = {"slow_every": 1, "metrics": ("flow", "depth", "parameters")}
 
@@ -235,11 +235,11 @@ class Sink:
 
 
 FAULTS: dict[str, tuple[Any, str, str]] = {
-    "forward of a flow": (deposit.FlowObserver, "_after", "flow blocks"),
-    "entry of a flow": (deposit.FlowObserver, "_before", "flow blocks"),
-    "backward of a flow": (deposit.FlowObserver, "_deposit", "flow blocks"),
-    "record of a flow": (observation.Snapshot, "_flow", "flow blocks"),
-    "slow part of a flow": (observation.Snapshot, "_slow", "flow blocks"),
+    "forward of a flow": (flow_observer.FlowObserver, "_after", "flow blocks"),
+    "entry of a flow": (flow_observer.FlowObserver, "_before", "flow blocks"),
+    "backward of a flow": (flow_observer.FlowObserver, "_deposit", "flow blocks"),
+    "record of a flow": (point_flows.PointFlows, "_flow", "flow blocks"),
+    "slow part of a flow": (point_flows.PointFlows, "_slow", "flow blocks"),
     "forward of units": (units.Units, "_count", "units"),
     "backward of units": (units.UnitProbe, "deposit", "units"),
     "end of units": (units.Units, "take", "units"),
@@ -286,7 +286,7 @@ def test_a_fault_in_the_replay_of_a_recurrent_layer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = Run(KINDS["recurrent"], None)
-    monkeypatch.setattr(through_time, "replay_gradients", injected)
+    monkeypatch.setattr(recurrent, "replay_gradients", injected)
     seen = Run(KINDS["recurrent"], {"config": EVERYTHING})
     assert bare.same_as(seen)
     assert len(errors(caplog)) == 1
@@ -346,7 +346,7 @@ def test_a_broken_schedule_stops_the_sampling(caplog: pytest.LogCaptureFixture) 
 
 def test_strict_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWSCOPE_STRICT", "1")
-    monkeypatch.setattr(deposit.FlowObserver, "_after", injected)
+    monkeypatch.setattr(flow_observer.FlowObserver, "_after", injected)
     with pytest.raises(RuntimeError, match="injected"):
         Run(KINDS["stack"], {})
 

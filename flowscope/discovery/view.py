@@ -43,11 +43,13 @@ class ModelView:
     Attributes:
         model: likewise.
         tree: its modules, which can be read again where they change.
+        stages: prefixes of the paths of what a solver evaluates, as was seen when it ran: evaluations are no chain.
     """
 
     def __init__(self, model: nn.Module, flows: Sequence[str] | None = None, gates: Sequence[str] = ()) -> None:
         self.model = model
         self.tree = ModuleTree(model)
+        self.stages: set[str] = set()
         self._flow_paths, self._gate_patterns = flows, gates
 
     @property

@@ -13,28 +13,41 @@ from typing import Any
 from flowscope.config import WatchConfig
 from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
-from flowscope.instruments import cosines, gradient_flow, rank, widths
+from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.batch_norm import NormGaps
+from flowscope.instruments.gates import Gates
 from flowscope.instruments.instrument import Instrument, Taken
+from flowscope.instruments.merge_sites import MergeSites
+from flowscope.instruments.ode import OdeStates
 from flowscope.instruments.outputs import Outputs
 from flowscope.instruments.parameters import Parameters
+from flowscope.instruments.point_flows import PointFlows
 from flowscope.instruments.point_statistic import PointStatistic
+from flowscope.instruments.recurrent import RecurrentFlow
 from flowscope.instruments.routing import Routing
+from flowscope.instruments.silent_flows import SilentFlows
 from flowscope.instruments.solvers import Solvers
+from flowscope.instruments.streams import KnownStreams
 from flowscope.instruments.units import Units
 from flowscope.instruments.weight_spread import WeightSpread
 from flowscope.instruments.wiring import Wiring
 from flowscope.metrics import Metric
-from flowscope.probes.site_summaries import ALPHA, GATES, MIXING
-from flowscope.probes.sites import GRADIENTS
 from flowscope.specs import OTHERS
 
 __all__ = ["BUILT_IN", "METRICS", "Instrument", "PointStatistic", "Taken", "instruments_for", "specs_of"]
 
 BUILT_IN: tuple[type[Instrument], ...] = (
+    PointFlows,
+    OdeStates,
+    RecurrentFlow,
+    BranchAlignment,
     Parameters,
     Wiring,
     WeightSpread,
+    MergeSites,
+    KnownStreams,
+    Gates,
+    SilentFlows,
     Units,
     NormGaps,
     Outputs,
@@ -48,13 +61,7 @@ def specs_of(instruments: Iterable[Any]) -> dict[str, Metric]:
     return {metric.name: metric for instrument in instruments for metric in instrument.metrics}
 
 
-_OF_FLOWS = (*gradient_flow.METRICS, *cosines.METRICS, *rank.METRICS, *widths.METRICS)
-_OF_SITES = (*GATES, *MIXING, ALPHA, *GRADIENTS)
-METRICS: dict[str, Metric] = {
-    **{metric.name: metric for metric in (*_OF_FLOWS, *_OF_SITES)},
-    **OTHERS,
-    **specs_of(BUILT_IN),
-}
+METRICS: dict[str, Metric] = {**specs_of(BUILT_IN), **OTHERS}
 """All metrics of flowscope itself."""
 
 
@@ -75,7 +82,8 @@ def instruments_for(
     _check_names(config, further)
     chosen: list[Instrument] = []
     for kind in (*BUILT_IN, *further):
-        if config.instruments.get(kind.name, True) and any(family in config.metrics for family in kind.families):
+        asked = not kind.families or any(family in config.metrics for family in kind.families)
+        if asked and config.instruments.get(kind.name, True):
             chosen += [kind] if isinstance(kind, Instrument) else kind.found_in(view, config)
     return chosen
 

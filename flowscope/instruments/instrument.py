@@ -63,7 +63,9 @@ class Instrument:
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """What each of its metrics says, how ranks combine it and how it is drawn; it goes into the run's header."""
     families: ClassVar[tuple[Family, ...]] = ("parameters",)
-    """Which families of `WatchConfig.metrics` it belongs to: any of them turns it on."""
+    """Which families of `WatchConfig.metrics` it belongs to: any of them turns it on; without one it is always on."""
+    counts_canary: ClassVar[bool] = False
+    """Whether it counts the non-finite values of the last hidden state on every step (`hooks.canary`)."""
     buffer: DepositBuffer | None = None
     """Allocated before the first compiled call, where there is one."""
 
@@ -86,6 +88,12 @@ class Instrument:
 
     def start_forward(self) -> None:
         """A training forward of the model begins."""
+
+    def start_evaluation(self) -> None:
+        """A forward without gradient begins."""
+
+    def replay(self) -> None:
+        """Gradients are there, and the weights still (nearly) those of the forward: run again what has to be."""
 
     def scaled_by(self, scale: Tensor | float | None) -> None:
         """What the loss was multiplied by in this step's backward; None where there is no scaler."""
@@ -114,6 +122,16 @@ class Instrument:
     def take(self) -> Taken | None:
         """What this step showed; starts again from nothing."""
 
+    def set_aside(self) -> None:
+        """What backward deposited so far left no gradient, and no step has shown yet whether this loop leaves any."""
+
+    def recall(self, *, counts: bool) -> None:
+        """A step ends, before `take`: whether what was set aside counts."""
+
+    def runs(self) -> int:
+        """Grows whenever parts of the model run with gradient, where it sees that."""
+        return 0
+
     def discard(self) -> None:
         """Forget what backward deposited, not what forwards under way wait with."""
         if self.buffer is not None:
@@ -123,7 +141,13 @@ class Instrument:
         """Forget all of it: it belongs to no step of ours."""
         self.discard()
 
+    def close(self) -> None:
+        """Take off what is no hook of `hooks`."""
+
     # -- over ranks ----------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Any:
+        """What ranks must have in common for its numbers to add up, JSON-ready."""
 
     def expects(self, part: str) -> bool:
         """Whether a part of the all-reduce vector that the ranks once had in common may still come."""

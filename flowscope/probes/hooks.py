@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.errors import StopTraining
-from flowscope.faults import Faults
+from flowscope.faults import LOGGER, Faults
 from flowscope.probes import compiled
+from flowscope.probes.canary import Canary
 from flowscope.torch_internals import at_end_of_backward, is_batched, is_view, no_training_pass, run_uncompiled
 from flowscope.torch_internals import in_backward as in_backward
 
@@ -124,12 +125,22 @@ class Hooks:
         self.faults = faults
         self.switch = Switch()
         """Of the scope's sampled steps."""
+        self.canary = Canary()
+        self.on_stale_run: Callable[[], Any] = lambda: None
+        """To be called when a flow begins while the switch is stale."""
         self.optimizers: Callable[[], Sequence[Any]] = lambda: ()
         """Those known to hold parameters of the model, in the order they step."""
         self.statistics: list[Any] = []
         """`PointStatistic`s: added up at the points of all flows, beside what flowscope itself measures there."""
         self._handles: list[Any] = []
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
+        self._warned: set[str] = set()
+
+    def warn_once(self, sentence: str) -> None:
+        """Log a warning, unless this one was logged before."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            LOGGER.warning("flowscope: %s.", sentence)
 
     def before(
         self,
@@ -214,7 +225,8 @@ class Hooks:
             self._leaves.popitem()[1].remove()
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook, and let go of who registered them."""
+        self.on_stale_run, self.optimizers = lambda: None, tuple
         self.release_leaves()
         while self._handles:
             self._handles.pop().remove()

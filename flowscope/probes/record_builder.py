@@ -30,13 +30,13 @@ class RecordBuilder:
         """What is added from here on belongs to this flow, which was added before."""
         self._flow = None if self.layouts and self.layouts[0].name == flow else flow
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a metric was added that belongs to no flow."""
-        return name in self._record.metrics
+    def entries(self, key: str) -> tuple[tuple[str, ...], Array]:
+        """The labels and values of a metric that was added; none where it was not."""
+        return self._labels.get(key, ()), self._record.metrics.get(key, np.zeros(0))
 
-    def values(self, name: str) -> Array:
-        """A metric that was added."""
-        return self._record.metrics[name]
+    def keys(self) -> set[str]:
+        """Of the metrics that were added."""
+        return set(self._labels)
 
     def family(self) -> None:
         """What is added from here on belongs to no flow."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.errors import FlowscopeError
-from flowscope.metrics import Metric
 from flowscope.probes import site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hook, Hooks, Switch, in_backward
@@ -205,31 +204,3 @@ def group_by_flow(
         block = display_path(path.rpartition(".")[0])
         groups.setdefault(own.get(block, block.rpartition(".")[0] or block), []).append((path, connection))
     return list(groups.items())
-
-
-_of_connections = partial(Metric, view="Gates", unit="loss / weight", scale="log", rows="sites", of_gradient=True)
-GRADIENTS = (
-    _of_connections(
-        "connection_grad_norm", "Gradient of a connection's own parameters.", healthy="above 0 after some steps"
-    ),
-    _of_connections("connection_grad_norm_generators", "The same for what generates dynamic coefficients."),
-)
-
-
-def grad_norms(
-    groups: list[tuple[str, list[str], list[str]]], norms: dict[str, float]
-) -> dict[str, tuple[Array, list[str]]]:
-    """connection_grad_norm and connection_grad_norm_generators per connection, from the parameters' gradient norms."""
-    if not groups:
-        return {}
-    labels = [label for label, _, _ in groups]
-
-    def joint(names: list[str]) -> float:
-        values = [norms[name] for name in names if not np.isnan(norms.get(name, np.nan))]
-        return float(np.sqrt(np.sum(np.square(values)))) if values else float("nan")
-
-    out = {"connection_grad_norm": (np.array([joint(static) for _, static, _ in groups]), labels)}
-    if any(generators for _, _, generators in groups):
-        values = np.array([joint(generators) for _, _, generators in groups])
-        out["connection_grad_norm_generators"] = (values, labels)
-    return out

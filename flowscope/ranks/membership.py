@@ -186,12 +186,10 @@ class Membership:
 def layout_of(observation: Observation, watch: WatchConfig, schedule: Schedule, group: Group) -> list[Any]:
     """Return what ranks must have in common for their numbers to add up."""
     config = watch.model_dump(mode="json")
-    plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.plan]
+    plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.view.flows]
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
-    sites = [(site.flow, site.mode, site.labels) for site in observation.sites]
-    gates = observation.gates.labels if observation.gates is not None else []
     steps = [bool(schedule(step)) for step in range(SCHEDULE_STEPS)]
     for display in ("console", "images_every", "max_records", "max_alerts"):
         config.pop(display, None)
-    here = [group.size, group.kind, sequence_of(group.process_group), observation.fixed_rows]
-    return [plan, shapes, sites, gates, steps, config, here]
+    here = [group.size, group.kind, sequence_of(group.process_group)]
+    return [plan, shapes, observation.layout(), steps, config, here]

@@ -38,7 +38,7 @@ from flowscope.probes.statistics import wide
 from flowscope.ranks.all_reduce import Agreement, Exchange, Extremes
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
-from flowscope.records import Record, split_key
+from flowscope.records import Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import StepLoss
@@ -106,7 +106,7 @@ class FirstRanks:
         if record is None or snapshot is None:
             return
         sharded = group.kind in ("FSDP2", "tensor parallel")
-        keys = [key for key in record.metrics if is_local(key, record, snapshot.local_flows(), sharded=sharded)]
+        keys = [key for key in record.metrics if is_local(key, record, snapshot.local, sharded=sharded)]
         self._values = {key: record.metrics.pop(key) for key in keys}
         if keys:
             record.notes = (*record.notes, f"of the first rank alone (local): {', '.join(keys)}")
@@ -329,13 +329,17 @@ class Ranks:
         ended.rank_gap = partial(exchange.extremes.gap, replicated)
 
 
-def is_local(key: str, record: Record, local_flows: Collection[str], *, sharded: bool) -> bool:
-    """Whether a metric does not add up over ranks: it is the first rank's, sent to the others with the next sum."""
-    spec, flow = record.spec(key), split_key(key)[1]
-    if spec.ranks == "first" or (sharded and spec.ranks == "whole"):
-        return True
-    first = record.flow_names[0] if record.flow_names else None
-    return spec.per_flow and (flow or first) in local_flows
+def is_local(key: str, record: Record, local: Collection[str], *, sharded: bool) -> bool:
+    """Whether a metric does not add up over ranks: it is the first rank's, sent to the others with the next sum.
+
+    Args:
+        key: of the metric.
+        record: that has it.
+        local: the metrics that were made of one rank's numbers alone.
+        sharded: whether a rank holds parts of the parameters.
+    """
+    ranks = record.spec(key).ranks
+    return ranks == "first" or (sharded if ranks == "whole" else key in local)
 
 
 def _add_losses(row: Tensor, loss: StepLoss) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,14 +44,6 @@ class StepCount:
         return self._slow_every > 0 and self.samples % self._slow_every == 0
 
 
-@dataclass
-class Gathered:
-    """What the step under way has read, before it ends."""
-
-    replays: list[Any] = field(default_factory=list)
-    found_inf: list[Tensor] = field(default_factory=list)
-
-
 class StepDriver:
     """Feeds the machine with events and carries out its actions, for one scope.
 
@@ -77,7 +68,7 @@ class StepDriver:
         self.ended = EndedSteps(recorder.take, self.losses)
         self.ranks = Ranks(observation, observation.config, schedule, recorder.prepare)
         self._machine = StepMachine()
-        self._gathered = Gathered()
+        self._found_inf: list[Tensor] = []
         self._runs = 0
         self._scaler: ScalerWatch | None = None
         self._clock = OptimizerClock(own, self.on, observation.hooks)
@@ -133,7 +124,7 @@ class StepDriver:
         actions = self._machine.on(event)
         if event in (Event.AFTER, Event.LAST) and (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are
-            self._gathered.found_inf.append(found.detach().clone())
+            self._found_inf.append(found.detach().clone())
         self._carry_out(actions, optimizer)
         return actions
 
@@ -172,7 +163,7 @@ class StepDriver:
         self.observation.review()
 
     def _replay(self, optimizer: Any) -> None:
-        self._gathered.replays = self._gathered.replays or self.observation.replay_time()
+        self.observation.replay()
 
     def _remember(self, optimizer: Any) -> None:
         self.observation.before_update()
@@ -193,7 +184,6 @@ class StepDriver:
         self.observation.after_update()
 
     def _forget(self, optimizer: Any) -> None:
-        self._gathered.replays = []
         self.observation.update_failed()
 
     def _join(self, optimizer: Any) -> None:
@@ -203,18 +193,18 @@ class StepDriver:
         self.observation.drop()
 
     def _end(self, optimizer: Any, *flags: str) -> None:
-        gathered, self._gathered = self._gathered, Gathered()
+        found_inf, self._found_inf = self._found_inf, []
         snapshot = None
         if self._machine.observing:
             self._count.samples += 1
-            snapshot = self._guard("records", self.observation.snapshot, self.own.known, gathered.replays)
+            snapshot = self._guard("records", self.observation.snapshot)
         ended = EndedStep(
             self.losses.end(self._count.step),
             snapshot,
             self.observation.take_canary(),
             flags,
             self._scaler.take_scale() if self._scaler is not None else None,
-            gathered.found_inf,
+            found_inf,
         )
         self.ended.add(ended)
         self._count.step += 1

@@ -10,29 +10,60 @@ block is recomputed once more (BatchNorm then counts the batch twice).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
-from flowscope.probes.hooks import Hooks, Switch, in_backward, masked
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
+from flowscope.probes.hooks import Hooks, in_backward, masked
 from flowscope.probes.layout import hidden_input, hidden_output, is_compiling
+from flowscope.probes.record_builder import RecordBuilder
 
 
-class AlignmentObserver:
-    """The blocks of one flow; `take` gives the estimates of the step."""
+class BranchAlignment(Instrument):
+    """The blocks of one flow."""
 
-    def __init__(self, model: nn.Module, flow: Flow, switch: Switch, hooks: Hooks) -> None:
-        self.flow, self.part, self._switch = flow, f"branch_alignment {flow.name}", switch
-        self.labels = [display_path(path) for path in flow.outputs]
+    name = "branch_alignment"
+    families = ()
+    metrics = (
+        Metric(
+            "branch_alignment",
+            "Mean diagonal of the branch's Jacobian, estimated.",
+            formula="vᵀ(dy/dx)v / vᵀv - 1, v of random signs",
+            view="Depth",
+            rows="blocks",
+            ranks="first",
+        ),
+    )
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seen: dict[int, Tensor] = {}
-        for index, path in enumerate(flow.outputs):
-            hooks.after(model.get_submodule(path), self.part, partial(self._after, index), switch)
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One a flow of blocks, where it is asked for."""
+        return [cls(flow) for flow in view.flows if config.branch_alignment and flow.kind in ("blocks", "stage")]
+
+    @property
+    def fuse(self) -> str:
+        """That of the flow."""
+        return f"{self.name} {self._flow.name}"
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at the blocks."""
+        self._switch = hooks.switch
+        for index, path in enumerate(self._flow.outputs):
+            hooks.after(view.model.get_submodule(path), self.fuse, partial(self._after, index), hooks.switch)
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not (self._switch.sampling and self._switch.slow) or self._switch.paused or index in self._seen:
@@ -57,9 +88,22 @@ class AlignmentObserver:
         bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
         return (2 * bits - 1).to(like.dtype)
 
-    def take(self) -> NDArray[np.float64] | None:
-        """Return c per block (NaN where it could not be measured), None where nothing was; start again from nothing."""
+    def take(self) -> Taken | None:
+        """C of each block where it could be measured."""
         seen, self._seen = self._seen, {}
-        if not seen:
-            return None
-        return np.array([float(seen[i]) if i in seen else np.nan for i in range(len(self.labels))])
+        tensors = [c.reshape(1) for c in seen.values()]
+        return Taken(self.name, tensors, partial(self._read, list(seen))) if seen else None
+
+    def discard(self) -> None:
+        """Nothing was deposited on backward."""
+
+    def drop(self) -> None:
+        """Forget the estimates."""
+        self._seen = {}
+
+    def _read(self, blocks: Sequence[int], out: RecordBuilder, parts: list[Array]) -> None:
+        if self._flow.name in {layout.name for layout in out.layouts}:
+            values = np.full(len(self._flow.outputs), np.nan)
+            values[blocks] = np.concatenate(parts)
+            out.within(self._flow.name)
+            out.add("branch_alignment", values, [display_path(path) for path in self._flow.outputs])

@@ -93,7 +93,6 @@ class _Layers:
         self.rnn = rnn
         dtype = _first_weight(rnn).dtype
         self.dtype = dtype if dtype == torch.float64 else torch.float32
-        self.directions = 2 if rnn.bidirectional else 1
         self.order = inputs.sorted_indices if isinstance(inputs, PackedSequence) else None
         self.packed = isinstance(inputs, PackedSequence)
         self.batched = isinstance(inputs, PackedSequence) or inputs.dim() == 3
@@ -109,6 +108,10 @@ class _Layers:
         self.logits: list[list[Tensor]] = []  # [R][T] of the gate that keeps the state, [b_t, H]
         self.finals: list[State] = []  # [R] of (h_n,) or (h_n, c_n), each [B, H]
         self.output: Tensor
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.rnn.bidirectional else 1
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.dtype)

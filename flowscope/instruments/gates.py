@@ -10,46 +10,59 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flowscope.config import WatchConfig
 from flowscope.discovery.gates import GateCandidate
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.probes import products, site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, hidden_output, is_compiling, node_number
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import full_precision
+from flowscope.records import FlowLayout
 
 EDGE = 1e-7
 """Gate values are clipped to [EDGE, 1 - EDGE] before the logit: 0 and 1 read as logits of -16 and 16."""
+FOUND = "found"
+"""The cell of the flow where the user named no gate."""
 
 
-class GateObserver:
-    """The gates in module order; their metrics stand under the flow name "gates".
+class Gates(Instrument):
+    """The gates in module order; their metrics stand under the flow name "gates", which has no points.
 
     Args:
-        view: of the user's model, with the gates the user named.
         found: candidates, which are gates if their output is a sigmoid's that something else is multiplied by; one
             whose name says gate only has to be no output of the model.
-        switch: on in a sampled step.
-        hooks: where to register.
     """
 
-    NAME = "gates"
-    PART = "gates"
+    name = "gates"
+    families = ()
+    metrics = site_summaries.GATES
+    buffer: DepositBuffer
 
-    def __init__(self, view: ModelView, found: Sequence[GateCandidate], switch: Switch, hooks: Hooks) -> None:
-        self._switch, self._hooks = switch, hooks
+    def __init__(self, found: Sequence[GateCandidate]) -> None:
+        self._found = found
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One, where the user named gates or some are found."""
+        found = view.gates if "parameters" in config.metrics else []
+        return [cls(found)] if view.named_gates or found else []
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what gates and candidates return, until it is decided which candidates are gates."""
+        self._switch, self._hooks, found = hooks.switch, hooks, self._found
         named = dict(view.named_gates)
         candidates = {c.path: c for c in found if c.path not in named}
         gates = [(path, module) for path, module in view.modules if path in named or path in candidates]
-        self.labels = [display_path(path) for path, _ in gates]
+        self._labels = [display_path(path) for path, _ in gates]
         """Of all rows, those of candidates too."""
-        self.named = bool(named)
+        self._named = bool(named)
         """Whether the user named any."""
         self.buffer = DepositBuffer(site_statistics.GATE_COLUMNS)
         self._candidates: dict[int, GateCandidate] = {}
@@ -63,10 +76,10 @@ class GateObserver:
             self.buffer.new_row()
             if path in candidates:
                 self._candidates[row] = candidates[path]
-            self._handles[row] = hooks.after(module, self.PART, partial(self._after, row), switch)
+            self._handles[row] = hooks.after(module, self.fuse, partial(self._after, row), hooks.switch)
         if self._candidates:
-            self._opened = hooks.before(view.model, self.PART, self._opens, switch, first=True)
-            self._root = hooks.after(view.model, self.PART, self._decide, switch)
+            self._opened = hooks.before(view.model, self.fuse, self._opens, hooks.switch, first=True)
+            self._root = hooks.after(view.model, self.fuse, self._decide, hooks.switch)
 
     # -- which candidates are gates -----------------------------------------------------------------------------------
 
@@ -128,17 +141,31 @@ class GateObserver:
             return
         with full_precision(gate):
             sums = site_statistics.gate_sums(torch.logit(gate.detach().float(), eps=EDGE))
-        self._hooks.on_gradient(gate, self.PART, partial(self._deposit, row, sums), row)
+        self._hooks.on_gradient(gate, self.fuse, partial(self._deposit, row, sums), row)
 
     def _deposit(self, row: int, sums: Tensor, gradient: Tensor) -> None:
         del gradient
         self.buffer.add(row, 0, sums)
 
-    def shown(self) -> list[int]:
+    def layout(self) -> list[Any]:
+        """The labels."""
+        return self._labels
+
+    def take(self) -> Taken:
+        """The sums of all rows, those of candidates too."""
+        return Taken(self.name, self.buffer.take(), self._read, "table")
+
+    def _shown(self) -> list[int]:
         """The rows that are gates: decided, or undecided but for the name (no forward's graph could be read)."""
         undecided = {row for row, c in self._candidates.items() if not (c.sigmoid and c.named)}
-        return [row for row in range(len(self.labels)) if row not in undecided and row not in self._refused]
+        return [row for row in range(len(self._labels)) if row not in undecided and row not in self._refused]
 
-    def metrics(self, sums: NDArray[np.float64], rows: Sequence[int]) -> dict[str, NDArray[np.float64]]:
-        """gate_mean, gate_std, gate_p05, gate_p95, gate_saturation, one entry for each of these rows."""
-        return site_summaries.gate_metrics([sums[row] if row < len(sums) else None for row in rows])
+    def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
+        rows = self._shown()
+        if not rows:
+            return
+        sums = table_rows(parts, self.buffer.columns)
+        out.flow(FlowLayout(self.name, "gates", (), (), "" if self._named else FOUND))
+        held = [sums[row] if row < len(sums) else None for row in rows]
+        for name, values in site_summaries.gate_metrics(held).items():
+            out.add(name, values, [self._labels[row] for row in rows])

@@ -9,23 +9,30 @@ Axis letters: K states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flowscope.config import WatchConfig
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.structure import is_time
-from flowscope.probes.hooks import Hooks, Switch, in_backward
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.probes import summaries
+from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling, node_number
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
+from flowscope.records import FlowLayout
 from flowscope.torch_internals import sequence_number
 
-Array = NDArray[np.float64]
+SOLVED = "ODE"
+"""The cell of a flow through a differential equation."""
 
 
 @dataclass
@@ -44,16 +51,30 @@ class _Solve:
     evaluations: list[_Evaluation] = field(default_factory=list)
 
 
-class TrajectoryObserver:
+class OdeStates(Instrument):
     """One right-hand side; its states are the points of a flow of kind "time"."""
 
-    def __init__(self, path: str, module: nn.Module, switch: Switch, hooks: Hooks) -> None:
-        self.path, self.prefix = display_path(path), path + "."
-        self.part, self._switch, self._hooks = f"trajectory {self.path}", switch, hooks
+    name = "ode_states"
+    families = ("flow", "depth")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self._path, self._module = path, module
         self._solves: list[_Solve] = []
-        self.seen = False
-        """Whether it was evaluated more than once in a forward, as a solver does."""
-        hooks.before(module, self.part, self._before, switch)
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One a right-hand side."""
+        return [cls(path, module) for path, module in view.dynamics if path]
+
+    @property
+    def fuse(self) -> str:
+        """That of the right-hand side."""
+        return f"trajectory {display_path(self._path)}"
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at where it is evaluated."""
+        self._switch, self._hooks, self._stages = hooks.switch, hooks, view.stages
+        hooks.before(self._module, self.fuse, self._before, hooks.switch)
 
     def start_forward(self) -> None:
         """A forward of the model begins: what follows is another solve."""
@@ -70,36 +91,39 @@ class TrajectoryObserver:
             self._solves.append(_Solve())
         solve = self._solves[-1]
         solve.calls += 1
-        self.seen = self.seen or solve.calls > 1
+        if solve.calls > 1:  # as a solver does
+            self._stages.add(f"{self._path}.")
         y = state_of(given[1])
         if y is None or not y.requires_grad or not torch.is_grad_enabled():
             return
         evaluation = _Evaluation(node_number(y), _parents(y), head(y.detach(), float(y.numel())))
         solve.evaluations.append(evaluation)
-        slot = (self.path, len(self._solves), len(solve.evaluations))
-        self._hooks.on_gradient(y, self.part, partial(self._deposit, evaluation), slot)
+        slot = (self._path, len(self._solves), len(solve.evaluations))
+        self._hooks.on_gradient(y, self.fuse, partial(self._deposit, evaluation), slot)
 
     def _deposit(self, evaluation: _Evaluation, gradient: Tensor) -> None:
         if not self._switch.paused:
             evaluation.backward = head(gradient, 1.0)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget this step's solves."""
         self._solves = []
 
-    def take(self) -> Tensor | None:
-        """Return [K, COLUMNS], the sums at the states, None where no gradient was seen; and start again.
+    def take(self) -> Taken | None:
+        """[K, COLUMNS], the sums at the states, None where no gradient was seen.
 
         Solves with as many states as the last one add up, others are left out.
         """
         solves, self._solves = self._solves, []
         tables = [table for solve in solves if (table := _table(solve.evaluations)) is not None]
         alike = [table for table in tables if table.shape == tables[-1].shape]
-        return torch.stack(alike).sum(0) if alike else None
+        return Taken(self.fuse, [torch.stack(alike).sum(0)], self._read) if alike else None
 
-    def labels(self, count: int) -> list[str]:
-        """`path#k`, the k-th state."""
-        return [f"{self.path}#{k}" for k in range(count)]
+    def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
+        (rows,), path = parts, display_path(self._path)
+        labels = [f"{path}#{k}" for k in range(len(rows))]
+        out.flow(FlowLayout(path, "time", tuple(labels), tuple(labels[1:]), SOLVED))
+        out.along(summaries.flow_metrics(rows), labels)
 
 
 def state_of(y: Any) -> Tensor | None:

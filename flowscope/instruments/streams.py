@@ -15,65 +15,71 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.hyper_connections import KnownConnection
+from flowscope.discovery.hyper_connections import KnownConnection, by_flow
 from flowscope.discovery.plan import display_path
+from flowscope.discovery.view import ModelView
+from flowscope.instruments.instrument import Array, Instrument
+from flowscope.instruments.merge_sites import Group, SitesOfAFlow
 from flowscope.probes import site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors
+from flowscope.probes.sites import group_by_flow
 from flowscope.probes.statistics import full_precision
 
-Array = NDArray[np.float64]
 MATRICES = 1024
 """So many mixing matrices of a call are computed at most."""
 STATIC = ("static_alpha", "static_beta", "base")
 """Names of the static coefficients; a connection's other parameters generate the dynamic ones."""
 
 
-class KnownStreams:
-    """The connections of one flow in depth order; stands beside the `SiteObserver`s of wrapped flows.
+class KnownStreams(SitesOfAFlow):
+    """The connections of one flow in depth order, of a flow that is not wrapped.
 
     Args:
         connections: of one package, one number of streams.
         flow: the flow's name.
-        config: how many positions cosines are taken over.
-        switch: on in a sampled step.
-        hooks: where to register.
+        positions: how many cosines are taken over.
     """
 
-    streams = 0
-    """The flow's own depth metrics stay."""
+    name = "streams"
+    buffer: DepositBuffer
 
-    def __init__(
-        self, connections: Sequence[KnownConnection], flow: str, config: WatchConfig, switch: Switch, hooks: Hooks
-    ) -> None:
-        self.flow, self.part, self.mode = flow, f"streams {flow}", connections[0].kind
-        self._connections, self._switch, self._hooks = connections, switch, hooks
-        self._side, self._positions = connections[0].streams, config.positions
-        self.labels = [display_path(c.path) for c in connections]
+    def __init__(self, connections: Sequence[KnownConnection], flow: str, positions: int) -> None:
+        self._connections, self.flow, self._positions = connections, flow, positions
+        self._side, self.labels = connections[0].streams, [display_path(c.path) for c in connections]
         self._mix, self._write = slice(0, 1 + self._side**2), slice(1 + self._side**2, 2 + self._side + self._side**2)
         self._cosine = slice(self._write.stop, self._write.stop + 2)
+        self.groups = [_group(connection) for connection in connections]
+
+    @classmethod
+    def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
+        """One a flow."""
+        wrapped = {name for name, _ in group_by_flow(view.connections, view.flows)}
+        found = by_flow(view.hyper_connections, view.flows)
+        return [cls(group, name, config.positions) for name, group in found if name not in wrapped]
+
+    @property
+    def fuse(self) -> str:
+        """That of the flow."""
+        return f"streams {self.flow}"
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what the connections, or their norms, return."""
+        self._switch, self._hooks = hooks.switch, hooks
         self.buffer = DepositBuffer(self._cosine.stop)
-        self.in_training = False
-        for row, connection in enumerate(connections):
+        for row, connection in enumerate(self._connections):
             self.buffer.new_row()
             returned = connection.kind in ("returned", "carried")
             module = connection.module if returned else connection.module.get_submodule("norm")
-            hooks.after(module, self.part, partial(self._returned if returned else self._inside, row), switch)
+            hooks.after(module, self.fuse, partial(self._returned if returned else self._inside, row), hooks.switch)
 
-    def start_forward(self) -> None:
-        """The root's forward begins: nothing is kept between calls."""
-
-    def close(self) -> None:
-        """The hooks are taken off with all others."""
-
-    def forget(self) -> None:
-        """Drop what was deposited."""
-        self.buffer.clear()
+    def layout(self) -> list[Any]:
+        """Kind and labels."""
+        return [self.flow, self._connections[0].kind, self.labels]
 
     # -- coefficients -------------------------------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class KnownStreams:
             second = first.new_zeros(1 + self._side) if write is None else site_statistics.matrix_sums(write)
             third = site_statistics.stream_cosine_sums(streams, self._positions)
             sums = torch.cat([first, second, third])
-        self._hooks.on_gradient(observed, self.part, partial(self._deposit, row, sums), row)
+        self._hooks.on_gradient(observed, self.fuse, partial(self._deposit, row, sums), row)
 
     def _deposit(self, row: int, sums: Tensor, gradient: Tensor) -> None:
         del gradient
@@ -120,8 +126,8 @@ class KnownStreams:
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
-    def metrics(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
-        """Return name -> (values, labels): those of `site_summaries.mixing_metrics`, mix_matrix, branch_weight, ..."""
+    def metrics_of(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
+        """Those of `site_summaries.mixing_metrics`, mix_matrix, branch_weight, ..."""
         count, side = len(self.labels), self._side
         rows = np.zeros((count, self.buffer.columns))
         rows[: len(sums)] = sums[:count]
@@ -140,14 +146,12 @@ class KnownStreams:
         out["stream_cosine"] = (means(self._cosine)[:, 0], self.labels)
         return out
 
-    def gradient_groups(self) -> list[tuple[str, list[str], list[str]]]:
-        """Per connection: label, names of its static parameters, names of what generates the dynamic ones."""
-        groups = []
-        for connection, label in zip(self._connections, self.labels, strict=True):
-            own = [name for name, _ in connection.module.named_parameters(recurse=False)]
-            static = [f"{label}.{name}" for name in own if name in STATIC]
-            groups.append((label, static, [f"{label}.{name}" for name in own if name not in STATIC]))
-        return groups
+
+def _group(connection: KnownConnection) -> Group:
+    label = display_path(connection.path)
+    own = [name for name, _ in connection.module.named_parameters(recurse=False)]
+    static = [f"{label}.{name}" for name in own if name in STATIC]
+    return label, static, [f"{label}.{name}" for name in own if name not in STATIC]
 
 
 def coefficients(connection: KnownConnection, normed: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,105 @@
+"""The points of all flows in one step: their sums and calls, and how ranks add them up.
+
+Axis letters: R rows, C columns, P points of a flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowscope.instruments.flow_observer import FlowObserver, PointKey
+from flowscope.instruments.instrument import Array, table_rows
+from flowscope.probes.payload import Part, Sharing, flat, from_host
+from flowscope.probes.statistics import BACKWARDS
+
+CALLS = 2
+"""Behind a row's columns: how often its point was called, and how often it could give a gradient."""
+
+
+class Place(NamedTuple):
+    """Where a point's row is."""
+
+    flow: FlowObserver
+    key: PointKey
+    row: int
+
+
+class PointRows:
+    """The rows [R, C] of one step.
+
+    Args:
+        columns: C.
+        tensors: the rows, one tensor a device.
+        flows: whose points they are.
+        fixed: how many rows are known from the structure; further calls of a module get theirs when they are seen.
+    """
+
+    def __init__(self, columns: int, tensors: Sequence[Tensor], flows: Sequence[FlowObserver], fixed: int) -> None:
+        self._columns, self._tensors, self._flows, self._fixed = columns, tensors, flows, fixed
+        self._calls: dict[int, tuple[dict[PointKey, float], ...]] = {
+            id(flow): ({**flow.forward_calls}, {**flow.tracked_calls}) for flow in flows
+        }
+        self._sums: Array | None = None
+
+    def read(self, host: Sequence[Array]) -> None:
+        """Take over the host's copies of the tensors, unless the sums of all ranks are there."""
+        if self._sums is None:
+            self._sums = table_rows(list(host), self._columns)
+
+    def of(self, flow: FlowObserver, points: Sequence[PointKey]) -> tuple[Array, Array]:
+        """The rows [P, C] of some points, and their calls [2, P]: all, and those that could give gradient."""
+        rows = np.zeros((len(points), self._columns)) if self._sums is None else self._sums
+        picked = np.zeros((len(points), self._columns))
+        calls = np.full((CALLS, len(points)), np.nan)
+        for at, key in enumerate(points):
+            owner, own = flow.source(key)
+            if (row := owner.rows.get(own)) is not None and row < len(rows):
+                picked[at] = rows[row]
+            for kind, counted in enumerate(self._calls[id(owner)]):
+                calls[kind, at] = counted.get(own, 0)
+        return picked, calls
+
+    def parts(self, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
+        """The rows known from the structure as one part, each further call as one of its own."""
+        del agreed
+        count = max((t.shape[0] for t in self._tensors), default=0)
+        total = np.zeros((count, self._columns))
+        places = [Place(flow, key, row) for flow in self._flows for key, row in flow.rows.items() if row < count]
+        known = sorted((place for place in places if place.row < self._fixed), key=lambda place: place.row)
+        parts = [self._part("points", known, total, sharing, fixed=True)] if known else []
+        for place in places:
+            if place.row >= self._fixed:
+                parts.append(self._part(f"point {place.flow.flow.name} {place.key}", [place], total, sharing))
+        return parts
+
+    def _part(self, name: str, places: list[Place], total: Array, sharing: Sharing, *, fixed: bool = False) -> Part:
+        columns = self._columns
+
+        def scatter(sums: Array) -> None:
+            table = sums.reshape(len(places), columns + CALLS)
+            table[:, :columns] /= sharing.divisor ** places[0].flow.seen.gradient_powers()
+            table[:, [BACKWARDS, columns, columns + 1]] /= sharing.replicas
+            for place, row in zip(places, table, strict=True):
+                total[place.row] = row[:columns]
+                for counted, number in zip(self._calls[id(place.flow)], row[columns:], strict=True):
+                    counted[place.key] = float(number)
+            self._sums = total
+
+        return Part(name, len(places) * (columns + CALLS), lambda: self._gather(places, sharing), scatter, fixed=fixed)
+
+    def _gather(self, places: Sequence[Place], sharing: Sharing) -> Tensor:
+        """The rows of some points that follow one another, and their calls, as one row of numbers."""
+        device, (start, stop) = sharing.device, (places[0].row, places[-1].row + 1)
+        sums = flat([t[start:stop] for t in self._tensors if t.shape[0] >= stop], device).view(-1, self._columns)
+        counts = [[counted.get(place.key, 0) for counted in self._calls[id(place.flow)]] for place in places]
+        out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS)], dim=1)
+        if not sharing.states:
+            mine = from_host(np.array([float(p.key in p.flow.sharded) for p in places]), device)
+            out = torch.where(mine[:, None] > 0, out, 0.0)
+            out[:, [BACKWARDS, self._columns, self._columns + 1]] = 0.0
+        return out.reshape(-1)
