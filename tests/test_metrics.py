@@ -13,7 +13,7 @@ import torch
 
 import flowscope
 from benchmarks import metric_tables
-from flowscope import recorder
+from flowscope import plot, recorder
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric, of_0_1, spec_of
@@ -21,7 +21,7 @@ from flowscope.panels.overview import RunView, place
 from flowscope.panels.report import report_payload
 from flowscope.ranks.ranks import is_local
 from flowscope.records import Alert, Record, RunHeader, split_key
-from flowscope.sinks import MemorySink, Run, reduction
+from flowscope.sinks import MemorySink, Run, depth_profile_text, reduction
 
 
 def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:
@@ -120,6 +120,8 @@ def test_a_run_tells_everyone_of_a_metric_that_no_table_knows() -> None:
     assert run.records[0].spec("act_kurtosis@decoder") == KURTOSIS
     (shown,) = report_payload({"a": run}, "")["runs"][0]["metrics"]
     assert (shown["view"], shown["scale"], shown["words"]) == ("Depth", "log", KURTOSIS.words)
+    assert plot.depth_profile(run, "act_kurtosis").axes[0].get_yscale() == "log"
+    assert "bars: log10" in depth_profile_text({"a": run.records[0]}, "act_kurtosis")
     assert set(reduction.record_scalars(run.records[0])) == {f"act_kurtosis/{end}" for end in ("min", "median", "max")}
 
 
