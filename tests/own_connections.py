@@ -14,7 +14,7 @@ from flowscope.merging.observed import Mean
 
 class LayerScale(Connection):
     mode = "layer-scale"
-    observed: ClassVar = {"layer_scale": Mean}
+    observed: ClassVar = {"scale": Mean}
 
     class Options(ModeOptions):
         init: float = 1e-4
@@ -27,8 +27,7 @@ class LayerScale(Connection):
         return self.options.init == 1
 
     def merge(self, site, state, x, f):
-        self.observe(site, "layer_scale", self.scale[site])
-        return x + self.features_back(self.features_last(f) * self.scale[site]), state
+        return x + self.features_back(self.features_last(f) * self.observe(site, "scale", self.scale[site])), state
 
 
 class NotFinite(LayerScale):
@@ -45,7 +44,7 @@ class OtherDtype(LayerScale):
 
 class LastAxisOnly(LayerScale):
     def merge(self, site, state, x, f):
-        self.observe(site, "layer_scale", self.scale[site])
+        self.observe(site, "scale", self.scale[site])
         return x + f * self.scale[site], state
 
 
@@ -92,7 +91,16 @@ class OneValue(Mean):
 
 
 class MisshapenMetric(LayerScale):
-    observed: ClassVar = {"layer_scale": OneValue}
+    observed: ClassVar = {"scale": OneValue}
+
+
+class Halved(Mean):
+    def values(self, rows):
+        return {"half_scale": rows[:, 1] / rows[:, 0] / 2}
+
+
+class WithoutWords(LayerScale):
+    observed: ClassVar = {"scale": Halved}
 
 
 class BeginsAnyhow(LayerScale):
@@ -113,7 +121,7 @@ class Counting(Mean):
 
 
 class SumsRemember(LayerScale):
-    observed: ClassVar = {"layer_scale": Counting}
+    observed: ClassVar = {"scale": Counting}
 
 
 class Remembers(LayerScale):
@@ -206,7 +214,8 @@ BROKEN: list[tuple[type[Connection], dict[str, Any], str]] = [
     (NeverShows, {}, r"check_shown on PreNorm: .*declares weight in `observed` and does not show it at blocks.0#0"),
     (ShowsMore, {}, r"ShowsMore shows 'branch' at blocks.0#0 and does not declare it"),
     (NoFactor, {}, r"check_shown on PreNorm: .*carry_factor gives \[nan"),
-    (MisshapenMetric, {}, r"check_shown on PreNorm: .*metric layer_scale has 18 values at 6 sites"),
+    (MisshapenMetric, {}, r"check_shown on PreNorm: .*metric scale has 18 values at 6 sites"),
+    (WithoutWords, {}, r"check_shown on PreNorm: .*nothing says what metric half_scale is"),
     (BeginsAnyhow, {}, r"check_two_ranks on PreNorm: .*connection.scale.0 begins with other values"),
     (SumsRemember, {}, r"check_two_ranks on PreNorm: .*sums of two ranks"),
     (Remembers, {}, r"check_accumulation on PreNorm: .*accumulated gradient of"),

@@ -51,7 +51,7 @@ def test_a_broken_rule_is_refused_and_the_promise_named(rule: Any, options: dict
 
 def test_a_rule_is_a_class_of_twelve_lines() -> None:
     code = inspect.getsource(LayerScale)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 14
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
 
 
 def test_a_class_from_outside_is_wrapped_watched_and_unwrapped(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,8 +71,9 @@ def test_a_class_from_outside_is_wrapped_watched_and_unwrapped(caplog: pytest.Lo
         model(x).square().mean().backward()
         optimizer.step()
     record = scope.records[0]
-    np.testing.assert_allclose(record["layer_scale"], np.full(6, 0.1), rtol=1e-6)
-    assert record.labels("layer_scale") == [f"blocks.{k}#{site}" for k in range(3) for site in range(2)]
+    np.testing.assert_allclose(record["scale"], np.full(6, 0.1), rtol=1e-6)
+    assert record.specs["scale"].words == "Mean of scale at each site."
+    assert record.labels("scale") == [f"blocks.{k}#{site}" for k in range(3) for site in range(2)]
     assert np.isfinite(record["shortcut_product"]).all()  # the norms behind the sites are looked at without being asked
     assert flowscope.warmup_steps(100, LayerScale) == 100
     flowscope.unwrap(model)
@@ -86,7 +87,7 @@ def test_a_registered_class_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FlowscopeError, match="expected one of residual"):
         flowscope.wrap(model, "layer-scale", example_inputs=x)
     assert register(LayerScale) is LayerScale
-    flowscope.wrap(model, "layer_scale", init=0.5, example_inputs=x)
+    flowscope.wrap(model, "Layer_Scale", init=0.5, example_inputs=x)
     assert [type(connection) for _, connection in flowscope.connections(model)] == [LayerScale] * 2
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +88,6 @@ class Learned:
     compared: bool = False
 
 
-class Decider(Protocol):
-    """What a block asks."""
-
-    by_sample: bool
-    observing: bool
-    active: SkippedBlock | None
-
-    def decide(self, path: str, site: int, weight: Callable[[], Tensor]) -> Decision:
-        """Decide on a site; `weight` gives t of every position."""
-
-    def observe(self, path: str, site: int, weight: Tensor) -> None:
-        """Take note of the gates of a site."""
-
-
 class Placeholder(Tensor):
     """Stands for a branch that is left out, or holds one that is computed for some samples only."""
 
@@ -147,11 +133,12 @@ class SkippedBlock:
     """Stands in for `forward` of a block and its children and for `merge` of its connection.
 
     Attributes:
+        decider: the `GateSkipping` it belongs to, which says what is left out.
         refused: why nothing is left out here; empty while it is.
         met, skipped: per site, samples that came by and samples whose branch was left out.
     """
 
-    def __init__(self, path: str, block: Any, connection: GatedConnection, decider: Decider) -> None:
+    def __init__(self, path: str, block: Any, connection: GatedConnection, decider: Any) -> None:
         self.path, self.block, self.connection, self.decider = path, block, connection, decider
         self.met = [0] * connection.sites
         self.skipped = [0] * connection.sites
@@ -266,8 +253,9 @@ class SkippedBlock:
             if any(tuple(leaf.shape[:-1]) != lead or not leaf.is_floating_point() for leaf in tensors):
                 # attention maps, routes: of no shape that could be told from the carry's, so computed each time
                 return tree_map(lambda t: mark(t, like.site, None) if isinstance(t, Tensor) else t, output)
-            self._learned.shapes[key] = _Like(output)
-        return self._learned.shapes[key].zeros(lead, like)
+            shape = tree_map(lambda a: Shape(a.shape[-1], a.dtype) if isinstance(a, Tensor) else a, output)
+            self._learned.shapes[key] = shape
+        return zeros(self._learned.shapes[key], lead, like)
 
     def _partial(self, forward: Callable[..., Any], args: Any, kwargs: Any, site: int, rows: Tensor) -> Any:
         """Run a child for some samples; what else it is given by sample is cut to them."""
@@ -317,19 +305,15 @@ class SkippedBlock:
         return y, state
 
 
-class _Like:
-    """The structure of what a child returned, to make it again out of zeros."""
+def zeros(shapes: Any, lead: tuple[int, ...], like: Placeholder) -> Any:
+    """Return what a child returned, made again out of zeros, from its structure with a `Shape` for each tensor."""
 
-    def __init__(self, output: Any) -> None:
-        self.output = tree_map(lambda a: Shape(a.shape[-1], a.dtype) if isinstance(a, Tensor) else a, output)
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Shape):
+            return leaf
+        return mark(torch.zeros(*lead, leaf.features, dtype=leaf.dtype, device=like.device), like.site, None)
 
-    def zeros(self, lead: tuple[int, ...], like: Placeholder) -> Any:
-        def make(leaf: Any) -> Any:
-            if not isinstance(leaf, Shape):
-                return leaf
-            return mark(torch.zeros(*lead, leaf.features, dtype=leaf.dtype, device=like.device), like.site, None)
-
-        return tree_map(make, self.output, is_leaf=lambda leaf: isinstance(leaf, Shape))
+    return tree_map(make, shapes, is_leaf=lambda leaf: isinstance(leaf, Shape))
 
 
 def branch_weight(connection: GatedConnection, site: int, x: Tensor) -> Tensor:

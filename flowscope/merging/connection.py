@@ -5,6 +5,7 @@ A rule is one class in one file; it answers for all that the package asks of it 
 
     class LayerScale(Connection):
         mode = "layer-scale"
+        observed = {"scale": Mean}                    # what `watch` records of it
 
         class Options(ModeOptions):
             init: float = 1e-4
@@ -14,8 +15,14 @@ A rule is one class in one file; it answers for all that the package asks of it 
             scales = [context.parameter(self.features, value=options.init) for _ in range(self.sites)]
             self.scale = nn.ParameterList(scales)
 
+        def keeps_output(self):
+            return self.options.init == 1
+
         def merge(self, site, state, x, f):
-            return x + self.features_back(self.features_last(f) * self.scale[site]), state
+            f = self.features_last(f) * self.observe(site, "scale", self.scale[site])
+            return x + self.features_back(f), state
+
+`flowscope.testing.check_connection(LayerScale)` says whether it keeps every promise.
 
 A `Connection` serves one call of a block's forward. The weaving calls, in this order:
 
@@ -160,7 +167,8 @@ class Connection(nn.Module):
         observed: {name: how it is summed} for what the rule shows by `observe` at each of its sites, added to what its
             base declares; None takes a declaration of the base away. What is shown without being declared is an error.
         constants: names of attributes with a number a site that are recorded as they are.
-        metrics: what its constants say, and what it records under other names of its own.
+        metrics: what its constants say, and what it records under other names of its own; a `Mean` that none of them
+            describes is added.
         expands: whether what travels between the blocks has an axis of streams.
         warmup: the articles' advice on how many times longer the warm-up is.
         left_behind: what `unwrap` does not undo; "" for nothing.
@@ -190,6 +198,9 @@ class Connection(nn.Module):
         super().__init_subclass__(**more)
         declared = {**super(cls, cls).observed, **cls.observed}  # type: ignore[misc]
         cls.observed = {name: sums for name, sums in declared.items() if sums is not None}
+        described = {metric.name for metric in cls.metrics}
+        more_metrics = (metric for name, sums in declared.items() if sums is not None for metric in sums.specs(name))
+        cls.metrics = (*cls.metrics, *(metric for metric in more_metrics if metric.name not in described))
 
     def __init__(self, context: ConnectionContext, options: Any) -> None:
         super().__init__()
@@ -269,8 +280,8 @@ class Connection(nn.Module):
         """Return what travels to the next block, from what the block's code returned."""
         return y
 
-    def observe(self, site: int, name: str, tensor: Tensor, through: Tensor | None = None) -> None:
-        """Show a tensor to the observer, if there is one; it is counted when its gradient arrives.
+    def observe(self, site: int, name: str, tensor: Tensor, through: Tensor | None = None) -> Tensor:
+        """Show a tensor to the observer, if there is one, and return it; it is counted when its gradient arrives.
 
         Args:
             site: number in the block.
@@ -281,6 +292,7 @@ class Connection(nn.Module):
         """
         if self.observer is not None:
             self.observer(site, name, tensor, through)
+        return tensor
 
     # -- parameters and axes
 

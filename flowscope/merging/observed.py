@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.metrics import Metric
 from flowscope.probes import site_statistics, site_summaries, statistics, summaries
 from flowscope.probes.hooks import in_backward
 from flowscope.probes.layout import is_compiling
@@ -26,7 +27,7 @@ class SiteSums:
     """How one thing that the connections of a flow show becomes metrics; one object a flow. To be subclassed.
 
     Attributes:
-        columns: length of a row of sums.
+        columns: length of a row of sums; here a count and a sum.
         name: under which it is shown.
         sites: (connection, number of the site in its block), K of them.
         positions: cosines are taken at so many positions at most.
@@ -36,6 +37,11 @@ class SiteSums:
 
     def __init__(self, name: str, sites: Sequence[tuple[Any, int]], positions: int) -> None:
         self.name, self.sites, self.positions = name, sites, positions
+
+    @classmethod
+    def specs(cls, name: str) -> tuple[Metric, ...]:
+        """Return what its metrics say where it is shown under a name; those that flowscope knows need none."""
+        return ()
 
     def start_forward(self) -> None:
         """The root's forward begins."""
@@ -51,15 +57,14 @@ class SiteSums:
         """Return {metric: [K, ...], or [K - 1] between neighbours} of the step's sums [K, columns], 0 where unseen."""
         raise NotImplementedError
 
-    def means(self, rows: Array) -> Array:
-        """Return [K, columns - 1] of rows that hold a count and sums; NaN where unseen."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            means: Array = rows[:, 1:] / rows[:, :1]
-            return means
-
 
 class Mean(SiteSums):
     """The mean of all entries, [K], as a metric of the name under which they are shown."""
+
+    @classmethod
+    def specs(cls, name: str) -> tuple[Metric, ...]:
+        """One of that name."""
+        return (Metric(name, f"Mean of {name.replace('_', ' ')} at each site.", view="Gates", rows="sites"),)
 
     def sums(self, k: int, x: Tensor) -> Sums:
         """Return count and sum."""
@@ -67,7 +72,7 @@ class Mean(SiteSums):
 
     def values(self, rows: Array) -> dict[str, Array]:
         """Return the mean."""
-        return {self.name: self.means(rows)[:, 0]}
+        return {self.name: rows[:, 1] / rows[:, 0]}
 
 
 class GateLogit(SiteSums):
@@ -97,8 +102,8 @@ class NormInput(SiteSums):
         return {}
 
 
-class ResidualMix(SiteSums):
-    """The residual mappings, [M or 1, S, S], rows = output stream: mix_* of their products, shortcut_product."""
+class Matrices(SiteSums):
+    """Something of each position that is no larger than [S, S]."""
 
     def __init__(self, name: str, sites: Sequence[tuple[Any, int]], positions: int) -> None:
         super().__init__(name, sites, positions)
@@ -109,28 +114,23 @@ class ResidualMix(SiteSums):
         """See `matrix_sums`."""
         return site_statistics.matrix_sums(x)
 
+
+class ResidualMix(Matrices):
+    """The residual mappings, [M or 1, S, S], rows = output stream: mix_* of their products, shortcut_product."""
+
     def values(self, rows: Array) -> dict[str, Array]:
         """See `mixing_metrics`; composites begin where the streams are expanded."""
-        matrices = self.means(rows).reshape(-1, self.streams, self.streams)
+        matrices = (rows[:, 1:] / rows[:, :1]).reshape(-1, self.streams, self.streams)
         starts = [k for k, (connection, site) in enumerate(self.sites) if not k or (connection.first and not site)]
         return {**site_summaries.mixing_metrics(matrices, starts), "mix_matrix": matrices}
 
 
-class Write(SiteSums):
+class Write(Matrices):
     """The weights with which the branch's output is written, [M or 1, S, 1]: branch_weight."""
-
-    def __init__(self, name: str, sites: Sequence[tuple[Any, int]], positions: int) -> None:
-        super().__init__(name, sites, positions)
-        self.columns = 1 + sites[0][0].streams
-
-    def sums(self, k: int, x: Tensor) -> Sums:
-        """See `matrix_sums`."""
-        return site_statistics.matrix_sums(x)
 
     def values(self, rows: Array) -> dict[str, Array]:
         """Return the mean over the streams."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return {"branch_weight": rows[:, 1:].mean(1) / rows[:, 0]}
+        return {"branch_weight": rows[:, 1 : 1 + self.streams].mean(1) / rows[:, 0]}
 
 
 class Streams(SiteSums):
@@ -142,7 +142,7 @@ class Streams(SiteSums):
 
     def values(self, rows: Array) -> dict[str, Array]:
         """Return the mean cosine between two streams; NaN where there is but one."""
-        cosine = self.means(rows)[:, 0]
+        cosine = rows[:, 1] / rows[:, 0]
         return {"stream_cosine": cosine if self.sites[0][0].streams > 1 else np.full_like(cosine, np.nan)}
 
 

@@ -155,7 +155,8 @@ class SiteObserver:
     def metrics(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """Return name -> (values, labels) from what the buffer held at the end of the step."""
         rows = {name: self.rows_of(name, sums) for name in self.sums}
-        out = {name: values for one in self.sums.values() for name, values in one.values(rows[one.name]).items()}
+        with np.errstate(all="ignore"):  # 0 / 0 where a site was not seen
+            out = {name: values for one in self.sums.values() for name, values in one.values(rows[one.name]).items()}
         for name in self.owners[0][1].constants:
             out[name] = np.array([getattr(connection, name)[site] for _, connection, site in self.owners])
         factors = [

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
 from flowscope.faults import Faults
+from flowscope.instruments import METRICS
 from flowscope.merging.connection import Connection
 from flowscope.merging.modes import rule_of
 from flowscope.merging.wrapping import connections, unwrap, wrap
@@ -232,6 +233,8 @@ def check_shown(subject: Subject) -> None:
     for name, (values, labels) in seen.observer.metrics(seen.sums).items():
         assert len(values) == len(labels), f"metric {name} has {len(values)} values at {len(labels)} sites"
         assert name != "shortcut_product" or np.isfinite(values).all(), f"carry_factor gives {values}"
+        described = name in METRICS or name in {metric.name for metric in subject.rule.metrics}
+        assert described, f"nothing says what metric {name} is: describe it in `metrics`"
 
 
 def check_gradients(subject: Subject) -> None:
