@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.detectors import Detector
 from flowscope.discovery.structure import is_scripted
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert
@@ -36,6 +37,7 @@ class WatchArguments:
     flows: Sequence[str] | None
     gates: Sequence[str]
     scaler: Any
+    detectors: Sequence[Detector | type[Detector]]
     config: WatchConfig
 
 
@@ -115,6 +117,18 @@ def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
             )
         out.append((f"sink {type(sink).__name__} {number}", sink))
     return out
+
+
+def own_detectors(detectors: Any) -> Sequence[Detector | type[Detector]]:
+    """Return the detectors, classes and instances, as a list."""
+    given = listed(detectors)
+    for detector in given:
+        if not isinstance(detector, Detector) and not (isinstance(detector, type) and issubclass(detector, Detector)):
+            raise FlowscopeError(
+                f"watch(detectors=...): got {detector!r}, expected subclasses of flowscope.detectors.Detector (or "
+                ".Limit), or instances of them."
+            )
+    return given
 
 
 def loss_value(loss: Any) -> LateLoss | float | None:

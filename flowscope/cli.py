@@ -15,14 +15,16 @@ does, 2 the run cannot be read or a limit is wrong. `run`: the script's own.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
+from flowscope.detectors import Detector
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
@@ -98,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="another limit, a field of WatchConfig, such as vanishing_product=1e-5; may be repeated",
     )
+    own = "a detector of your own, beside the built-in ones"
+    diagnose.add_argument("--detector", metavar="MODULE:CLASS", action="append", default=[], help=own)
     diagnose.add_argument("--json", action="store_true", help="the alerts as JSON, one a line, instead of text")
     diagnose.set_defaults(command=_diagnose)
 
@@ -145,7 +149,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
     run = _read(arguments.run)
     header = run.header or RunHeader("?", (), {})
-    alerts, detectors = replay(header, [*run.records, *run.unsampled], _limits(header.config, arguments.set))
+    own = [_class_at(path) for path in arguments.detector]
+    config = _limits(header.config, arguments.set, {detector.kind for detector in own})
+    alerts, detectors = replay(header, [*run.records, *run.unsampled], config, own)
     if arguments.json:
         sys.stdout.writelines(encode_event(alert).decode() for alert in alerts)
     else:
@@ -157,9 +163,28 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     return int(any(alert.severity == "error" for alert in detectors.standing))
 
 
-def _limits(recorded: Mapping[str, Any], changes: Sequence[str]) -> WatchConfig:
-    """The run's own configuration with some limits changed; what this version does not know is left out."""
+def _class_at(path: str) -> type[Detector]:
+    """The detector class that MODULE:CLASS names; modules of the current folder come first."""
+    module, _, name = path.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise FlowscopeError(f"diagnose --detector: got {path!r} ({error}), expected MODULE:CLASS.") from None
+    finally:
+        sys.path.pop(0)
+    if not isinstance(found, type) or not issubclass(found, Detector):
+        raise FlowscopeError(f"diagnose --detector: got {path!r}, expected a subclass of flowscope.detectors.Detector.")
+    return found
+
+
+def _limits(recorded: Mapping[str, Any], changes: Sequence[str], own: Collection[str] = ()) -> WatchConfig:
+    """The run's own configuration with some limits changed; what this version does not know is left out.
+
+    So are limits of detectors that are not among `own`.
+    """
     config = {key: value for key, value in recorded.items() if key in WatchConfig.model_fields}
+    config["limits"] = {kind: limit for kind, limit in recorded.get("limits", {}).items() if kind in own}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flowscope._version import __version__
 from flowscope.arguments import AlertCallback
 from flowscope.config import WatchConfig
-from flowscope.detectors import DetectorSet
+from flowscope.detectors import Detector, DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.instruments import METRICS
@@ -94,12 +94,18 @@ class Outlet:
 class Recorder:
     """The plain-number half of a scope: header, records, alerts, detectors, sinks and callbacks."""
 
-    def __init__(self, config: WatchConfig, faults: Faults, callbacks: Sequence[AlertCallback]) -> None:
+    def __init__(
+        self,
+        config: WatchConfig,
+        faults: Faults,
+        callbacks: Sequence[AlertCallback],
+        detectors: Sequence[Detector | type[Detector]] = (),
+    ) -> None:
         self.faults, self.callbacks = faults, callbacks
         self.specs: dict[str, Metric] = dict(METRICS)
         self.records: deque[Record] = deque(maxlen=config.max_records)
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
-        self.detectors = DetectorSet(config)
+        self.detectors = DetectorSet(config, further=detectors)
         self.detectors.faults = faults
         shown_by = {detector.kind: detector.shown_by for detector in self.detectors.detectors}
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}

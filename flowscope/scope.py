@@ -19,9 +19,11 @@ from flowscope.arguments import (
     gate_patterns,
     loss_value,
     named_sinks,
+    own_detectors,
     step_number,
 )
 from flowscope.config import WatchConfig, make_config
+from flowscope.detectors import Detector
 from flowscope.discovery.plan import FlowPlan, display_path
 from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
@@ -52,6 +54,7 @@ def watch(
     flows: Sequence[str] | None = None,
     gates: Sequence[str] | str | None = None,
     scaler: Any = None,
+    detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
     config: WatchConfig | dict[str, Any] | None = None,
 ) -> Scope:
     """Attach to a model and observe its training from the next step on. Never changes or stops the training.
@@ -68,6 +71,7 @@ def watch(
         gates: patterns of modules of the model whose outputs are gates in (0, 1), beside those that are found: modules
             that give a sigmoid something is multiplied by. The gates of wrapped blocks are seen without it.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
+        detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
         config: `WatchConfig` or a dict of its keys.
 
     Raises:
@@ -85,6 +89,7 @@ def watch(
             flows=flow_paths(flows),
             gates=gate_patterns(gates),
             scaler=scaler,
+            detectors=own_detectors(detectors),
             config=make_config(config),
         ),
     )
@@ -106,7 +111,7 @@ class Scope:
         self.flows: FlowPlan = view.flows
         self.automatic = False
         self._faults = Faults()
-        self._recorder = Recorder(self.config, self._faults, given.callbacks)
+        self._recorder = Recorder(self.config, self._faults, given.callbacks, given.detectors)
         self._count = StepCount(given.schedule, self.config.slow_every, self._faults)
         self._closed = False
         self._driver: StepDriver | None = None

@@ -34,6 +34,7 @@ from flowscope.detectors.units import DeadUnits, Saturation, Symmetry
 from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSmall
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
+from flowscope.errors import FlowscopeError
 from flowscope.faults import Faults
 from flowscope.records import SERIOUS, Alert, Record, RunHeader
 
@@ -86,6 +87,9 @@ class DetectorSet:
         config: the limits.
         detectors: instead of the built-in ones.
         further: classes or instances of one's own, each asked after the others of its level.
+
+    Raises:
+        FlowscopeError: one of one's own cannot be built, or its kind is borne by another.
     """
 
     def __init__(
@@ -95,8 +99,9 @@ class DetectorSet:
         further: Iterable[Detector | type[Detector]] = (),
     ) -> None:
         given = [kind(config) for kind in DETECTORS] if detectors is None else list(detectors)
-        given += [detector(config) if isinstance(detector, type) else detector for detector in further]
-        self.detectors = sorted(given, key=lambda detector: detector.level)
+        own = [_built(detector, config) for detector in further]
+        _check_kinds(own, {detector.kind for detector in given}, config)
+        self.detectors = sorted([*given, *own], key=lambda detector: detector.level)
         self.faults = Faults()
         self._ledger = Ledger(config)
         self._levels = {detector.kind: detector.level for detector in self.detectors}
@@ -175,6 +180,40 @@ class DetectorSet:
         for detector in self.detectors:
             if detector.name in state["detectors"]:
                 detector.load_state_dict(state["detectors"][detector.name])
+
+
+def _built(detector: Detector | type[Detector], config: WatchConfig) -> Detector:
+    """One of one's own, with the limits of the run."""
+    name = detector.__name__ if isinstance(detector, type) else type(detector).__name__
+    try:
+        made = detector(config) if isinstance(detector, type) else detector
+        made.config, state, kind = config, made.state, made.kind
+    except (TypeError, AttributeError) as error:
+        raise FlowscopeError(
+            f"watch(detectors=...): {name}: {error}; expected a class with `kind` and `findings` whose __init__, if it "
+            "has one, takes a WatchConfig and hands it to super().__init__, or an instance of such a class."
+        ) from None
+    if not isinstance(kind, str) or not isinstance(state, dict):
+        got = f"kind={kind!r} and state={state!r:.40}"
+        raise FlowscopeError(f"watch(detectors=...): {name}: got {got}, expected a string and a dict.")
+    return made
+
+
+def _check_kinds(own: Sequence[Detector], taken: set[str], config: WatchConfig) -> None:
+    """Each kind is borne by one detector, and limits are set for those that are there."""
+    for detector in own:
+        if detector.kind in taken:
+            raise FlowscopeError(
+                f"watch(detectors=...): {type(detector).__name__}: another detector bears the kind {detector.kind!r}, "
+                "expected one of its own."
+            )
+        taken.add(detector.kind)
+    kinds = [detector.kind for detector in own]
+    if unknown := sorted(set(config.limits) - set(kinds)):
+        raise FlowscopeError(
+            f"watch(config=...): limits: got {', '.join(unknown)}, expected kinds of detectors of your own "
+            f"({', '.join(kinds) or 'there are none'})."
+        )
 
 
 def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Finding]:

@@ -163,6 +163,8 @@ class MixingGain(Detector):
     def _attenuates(self, view: FlowView, forward: Array) -> Finding | None:
         limit, name = 1 / self.config.mixing_gain, view.layout.name
         seen = np.flatnonzero(np.isfinite(forward))
+        if seen.size == 0:
+            return self.unseen(name, "attenuates")
         last = float(forward[seen[-1]])
         if last >= limit:
             return self.near(last < limit * self.config.release_factor, name, "attenuates")
