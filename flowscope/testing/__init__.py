@@ -1,10 +1,12 @@
 """Contracts as functions: run them on a class of your own, as scikit-learn's `check_estimator`.
 
 flowscope.testing.check_connection(LayerScale, init=0.1)      # raises AssertionError: which model, which promise
+flowscope.testing.check_detector(HeadNorm)                    # likewise: which records, which promise
 """
 
 from __future__ import annotations
 
 from flowscope.testing.connection import check_connection
+from flowscope.testing.detector import check_detector
 
-__all__ = ["check_connection"]
+__all__ = ["check_connection", "check_detector"]
