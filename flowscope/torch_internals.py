@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.fx import _symbolic_trace
 from torch.overrides import _pop_mode_temporarily
@@ -166,3 +166,27 @@ def found_by(scaler: Any) -> dict[int, list[Tensor]]:
     """By optimizer (its id), what a GradScaler found in its gradients since the last update: inf where above 0."""
     states = getattr(scaler, "_per_optimizer_states", None) or {}
     return {key: list(state.get("found_inf_per_device", {}).values()) for key, state in states.items()}
+
+
+# -- many processes ---------------------------------------------------------------------------------------------------
+
+
+def is_joined(wrapper: nn.Module | None) -> bool:
+    """Whether a DDP module is inside torch's `Join`: ranks may run out of batches one by one."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+def sequence_of(group: Any) -> int:
+    """How many collectives of a process group this rank has entered; -1 where the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return -1
+
+
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """What FSDP2 keeps of the parameters it shards together, of each module that shards any."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    return [state for state in found if state is not None]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flowscope.probes.payload import Sharing
+from flowscope.torch_internals import fsdp_states, is_joined
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Group:
     def uneven(self) -> bool:
         """Whether ranks may run out of batches one by one: torch's `Join` shadows the wrapper's collectives only."""
         wrapper = self.wrapper() if self.wrapper is not None else None
-        return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+        return is_joined(wrapper)
 
     def sharing(self, device: torch.device) -> Sharing:
         """This rank's share in the sum."""
@@ -74,14 +75,6 @@ def is_first_process() -> bool:
     if dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
     return int(os.environ.get("WORLD_SIZE", "1")) < 2 or int(os.environ.get("RANK", "0")) == 0
-
-
-def sequence_of(group: Any) -> int:
-    """How many collectives of a group this rank has entered; -1 where the backend does not count."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):
-        return -1
 
 
 def find_group(model: nn.Module) -> Group | None:
@@ -134,18 +127,9 @@ def _ddp_of(model: nn.Module) -> Any:
     return None
 
 
-def _fsdp_states(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    states = [
-        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
-    ]
-    return [state for state in states if state is not None]
-
-
 def _fsdp_group(model: nn.Module) -> Any:
     """The ranks over which FSDP2 averages gradients, None without FSDP2."""
-    states = _fsdp_states(model)
+    states = fsdp_states(model)
     if not states:
         return None
     mesh = states[0].mesh_info.mesh
@@ -156,5 +140,5 @@ def _fsdp_group(model: nn.Module) -> Any:
 
 def _fsdp_divisor(model: nn.Module, group: Any) -> float:
     """FSDP2's own division of the summed gradients: the number of ranks unless it was set."""
-    factor = getattr(_fsdp_states(model)[0], "gradient_divide_factor", None)
+    factor = getattr(fsdp_states(model)[0], "gradient_divide_factor", None)
     return float(factor) if factor else float(dist.get_world_size(group))

@@ -20,8 +20,9 @@ from torch import nn
 from flowscope.config import WatchConfig
 from flowscope.faults import LOGGER
 from flowscope.probes.observation import Observation
-from flowscope.ranks.groups import Group, find_group, sequence_of, several_processes
+from flowscope.ranks.groups import Group, find_group, several_processes
 from flowscope.schedule import Schedule
+from flowscope.torch_internals import sequence_of
 
 SCHEDULE_STEPS = 1024
 UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
