@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from flowscope.metrics import Metric
 
-_count = partial(Metric, view="Finiteness", unit="count")
-
-RUN = (
+_RUN = (
     Metric(
         "rank_gap",
         "How far ranks differ in a replicated parameter's norm.",
@@ -21,10 +17,15 @@ RUN = (
     Metric(
         "loss_scale", "Scale of the GradScaler in this step's backward.", view="Finiteness", scale="log", rows="model"
     ),
-    _count(
-        "canary", "Count of inf and NaN at the ends of the model, looked at on every step.", healthy="0", rows="model"
+    Metric(
+        "canary",
+        "Count of inf and NaN at the ends of the model, looked at on every step.",
+        unit="count",
+        healthy="0",
+        view="Finiteness",
+        rows="model",
     ),
     Metric("step_losses", "Mean loss of each step since the record before.", unit="loss", rows="model", drawn=False),
 )
 
-OTHERS = {metric.name: metric for metric in RUN}
+OTHERS = {metric.name: metric for metric in _RUN}

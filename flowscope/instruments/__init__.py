@@ -103,6 +103,11 @@ def _check_names(config: WatchConfig, further: Sequence[Instrument | type[Instru
                 "expected a class attribute `name` that no other instrument bears."
             )
         names.add(name)
+        if other := [metric.name for metric in kind.metrics if METRICS.get(metric.name, metric) != metric]:
+            raise FlowscopeError(
+                f"watch(instruments=...): {name!r} says something else of {', '.join(other)} than flowscope does; "
+                "expected metrics with names of its own, or the specs of `flowscope.instruments.METRICS`."
+            )
     for name in config.instruments:
         if name not in names:
             near = difflib.get_close_matches(name, sorted(names), 1, 0.0)[0]
