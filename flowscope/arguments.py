@@ -39,6 +39,7 @@ class WatchArguments:
     scaler: Any
     detectors: Sequence[Detector | type[Detector]]
     config: WatchConfig
+    instruments: Sequence[Any]
 
 
 def check_model(model: Any) -> None:

@@ -17,6 +17,7 @@ from flowscope.arguments import (
     flow_paths,
     folder,
     gate_patterns,
+    listed,
     loss_value,
     named_sinks,
     own_detectors,
@@ -28,7 +29,7 @@ from flowscope.discovery.plan import FlowPlan, display_path
 from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
-from flowscope.instruments import specs_of
+from flowscope.instruments import Instrument, specs_of
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
 from flowscope.ranks.groups import is_first_process
@@ -56,6 +57,7 @@ def watch(
     scaler: Any = None,
     detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
     config: WatchConfig | dict[str, Any] | None = None,
+    instruments: Sequence[Instrument | type[Instrument]] = (),
 ) -> Scope:
     """Attach to a model and observe its training from the next step on. Never changes or stops the training.
 
@@ -73,6 +75,9 @@ def watch(
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
         detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
         config: `WatchConfig` or a dict of its keys.
+        instruments: further kinds of numbers to record, classes or instances of `flowscope.instruments.Instrument` (a
+            `PointStatistic` for a number per depth); `config={"instruments": {name: False}}` switches off one, also of
+            flowscope's own.
 
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
@@ -91,6 +96,7 @@ def watch(
             scaler=scaler,
             detectors=own_detectors(detectors),
             config=make_config(config),
+            instruments=listed(instruments),
         ),
     )
 
@@ -120,7 +126,7 @@ class Scope:
         try:
             if writes := is_first_process():
                 self._recorder.outlet.open(given.log_dir, self.config, quiet=bool(given.callbacks))
-            observation = Observation(view, self.config, hooks)
+            observation = Observation(view, self.config, hooks, given.instruments)
             self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
             own = OwnOptimizers(model, given.optimizer)
             hooks.optimizers = lambda: own.known

@@ -78,8 +78,8 @@ class Gates(Instrument):
                 self._candidates[row] = candidates[path]
             self._handles[row] = hooks.after(module, self.fuse, partial(self._after, row), hooks.switch)
         if self._candidates:
-            self._opened = hooks.before(view.model, self.fuse, self._opens, hooks.switch, first=True)
-            self._root = hooks.after(view.model, self.fuse, self._decide, hooks.switch)
+            opens = hooks.before(view.model, self.fuse, self._opens, hooks.switch, first=True)
+            self._of_root = opens, hooks.after(view.model, self.fuse, self._decide, hooks.switch)
 
     # -- which candidates are gates -----------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Gates(Instrument):
                 del self._candidates[row]
         self._calls.clear()
         if not self._candidates:
-            self._hooks.remove(self._root)
-            self._hooks.remove(self._opened)
+            for handle in self._of_root:
+                self._hooks.remove(handle)
 
     def _refuse(self, row: int) -> None:
         self._refused.add(row)
