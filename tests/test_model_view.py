@@ -166,10 +166,23 @@ def test_a_watch_walks_the_modules_once(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     walks = count_walks(model)
     with flowscope.watch(model, optimizer, config={"console": "off"}):
-        # besides: whether there is a parameter at all, which of them the step holds, where a module's features are
-        searches = [walk for walk in walks if not any(by in walk for by in ("parameters", "-> of ->"))]
+        # besides: whether there is a parameter at all, and where the features of what holds a layer are
+        searches = [walk for walk in walks if "check_model" not in walk and "-> of ->" not in walk]
         assert len(searches) == 1, searches
         assert len(walks) == len(set(walks)), "a search walked twice"
+
+
+def test_steps_walk_no_modules() -> None:
+    model = MixtureStack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+        walks = count_walks(model)
+        for _ in range(3):
+            model(torch.ones(3, 5, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert len(scope.records) == 3
+    assert walks == []
 
 
 def test_flows_named_by_the_user_take_one_walk_more() -> None:

@@ -69,7 +69,7 @@ class Observation:
     ) -> None:
         self.view, self.config, self.hooks = view, config, hooks
         self.instruments = instruments_for(view, config, further)
-        self.passes = Passes(view.model, hooks.switch)
+        self.passes = Passes(view.parameters, hooks.switch)
         self.on_forward: Callable[[], bool] = lambda: True
         self.on_run: Callable[[], Any] = lambda: None
         self.owner: Any = None

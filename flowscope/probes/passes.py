@@ -9,8 +9,9 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from flowscope.discovery.parameters import ParameterList
 from flowscope.instruments.raw_gradients import spread
 from flowscope.probes.hooks import Switch
 
@@ -27,7 +28,7 @@ class Passes:
     """The forwards of the step under way, and whether the gradients of earlier passes are still held.
 
     Args:
-        model: the user's.
+        parameters: of the user's model.
         switch: of the scope's hooks.
 
     Attributes:
@@ -35,8 +36,8 @@ class Passes:
         fills_grad: whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not).
     """
 
-    def __init__(self, model: nn.Module, switch: Switch) -> None:
-        self._model, self._switch = model, switch
+    def __init__(self, parameters: ParameterList, switch: Switch) -> None:
+        self._parameters, self._switch = parameters, switch
         self.forwards = self._at_begin = 0
         self.fills_grad = False
         self._undecided = True
@@ -61,7 +62,8 @@ class Passes:
         self._used = False
         self._at_begin = self.forwards
         if sampling:
-            trainable = [(i, p) for i, p in enumerate(self._model.parameters()) if p.requires_grad]
+            now = self._parameters.follow()
+            trainable = [(i, p) for i, p in enumerate(now) if p is not None and p.requires_grad]
             self._some = [p for _, p in [*trainable[:1], *spread(trainable)]]
 
     def gradients_used(self) -> None:
@@ -74,7 +76,7 @@ class Passes:
         self._undecided = False
 
     def _holds_any(self) -> bool:
-        return any(p.grad is not None for p in self._model.parameters())
+        return any(p is not None and p.grad is not None for p in self._parameters.current())
 
     def _gradients_were_dropped(self) -> bool:
         """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
@@ -85,7 +87,7 @@ class Passes:
         return (self.fills_grad or self._switch.left_gradients) and self._holds_no_gradient()
 
     def _holds_no_gradient(self) -> bool:
-        held_now: list[Tensor] = list(self._model.parameters())
+        held_now = [p for p in self._parameters.current() if p is not None]
         if not all(p.is_leaf for p in held_now):
             # weights that torch.func.functional_call has put in place for this forward
             held_now = self._some
