@@ -132,6 +132,13 @@ def test_a_router_that_leaves_most_experts_out_is_told_after_four_records():
     assert "entropy 0.20" in alert.message
 
 
+def test_a_router_near_its_limit_or_not_seen_keeps_the_alert():
+    beyond, near, clean = ([0.0, dead, 0.1] for dead in (0.75, 0.4, 0.2))
+    series = [routes(s, dead, [0.7, 0.9, 0.2]) for s, dead in enumerate([*[beyond] * 4, *[near] * 5])]
+    series += [record(s) for s in range(9, 14)] + [routes(s, clean, [0.7, 0.9, 0.2]) for s in range(14, 18)]
+    assert [(a.step, a.state) for a in play(series, HEAD)] == [(3, "raised"), (16, "resolved")]
+
+
 def test_undecided_routers_have_twenty_records():
     series = [routes(s, [0.0, 0.75, 0.6], [0.7, 2.9, 1.2], (0.999, 0.995, 0.999)) for s in range(25)]
     assert play(series[:19], HEAD) == []

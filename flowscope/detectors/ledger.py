@@ -16,6 +16,9 @@ from flowscope.config import WatchConfig
 from flowscope.detectors.detector import ANY_FLOW, AlertKey, Finding, pack
 from flowscope.records import SERIOUS, Alert, Severity
 
+TOLD = ("kind", "severity", "where", "value", "limit", "message", "advice", "flow")
+"""What an alert has of the finding that raised it."""
+
 
 class Cause(NamedTuple):
     """A finding, or a standing alert, that may explain others."""
@@ -92,33 +95,13 @@ class Ledger:
         needed = 1 if finding.immediate else finding.records or self.config.warmup_records
         if entry.alert is not None or entry.run < needed:
             return None
-        entry.alert = Alert(
-            finding.kind,
-            finding.severity,
-            finding.where,
-            step,
-            finding.value,
-            finding.limit,
-            finding.message,
-            finding.advice,
-            since=entry.since,
-            flow=finding.flow,
-        )
+        told = {name: getattr(finding, name) for name in TOLD}
+        entry.alert = Alert(step=step, since=entry.since, **told)
         return entry.alert
 
     def state_dict(self) -> list[dict[str, Any]]:
         """JSON-ready; `load_state_dict` is the inverse."""
-        return [
-            {
-                "key": list(key),
-                "owner": entry.owner,
-                "run": entry.run,
-                "clean": entry.clean,
-                "since": entry.since,
-                "alert": None if entry.alert is None else pack(dataclasses.asdict(entry.alert)),
-            }
-            for key, entry in self.entries.items()
-        ]
+        return [{"key": list(key), **pack(dataclasses.asdict(entry))} for key, entry in self.entries.items()]
 
     def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Take over what `state_dict` returned."""
@@ -126,5 +109,4 @@ class Ledger:
         for row in state:
             kind, flow, cause = row["key"]
             alert = None if row["alert"] is None else Alert.from_json(row["alert"])
-            counts = row["run"], row["clean"], row["since"]
-            self.entries[kind, flow, cause] = Standing(row["owner"], *counts, alert)
+            self.entries[kind, flow, cause] = Standing(row["owner"], row["run"], row["clean"], row["since"], alert)

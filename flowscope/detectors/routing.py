@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, said
+from flowscope.detectors.detector import ANY_FLOW, SHARE_RELEASE, Array, Detector, Finding, Flags, said
 from flowscope.detectors.rows import flow_holding, label_of
 from flowscope.records import Record, RunHeader
 
@@ -30,7 +30,7 @@ class ExpertCollapse(Detector):
         """One finding at most: the first router beyond a limit."""
         dead, violation = record.metrics.get("route_dead"), record.metrics.get("route_max_violation")
         if dead is None or violation is None or dead.shape != violation.shape or bool(np.isnan(dead).all()):
-            yield self.unseen()
+            yield self.unseen(ANY_FLOW)
             return
         config = self.config
         level = np.fmax(dead / config.expert_dead, violation / config.expert_violation)
@@ -38,14 +38,14 @@ class ExpertCollapse(Detector):
         if load is not None and load.shape == level.shape:
             level = np.where(load < FEW_TOKENS, np.nan, level)
         if bool(np.isnan(level).all()):
-            yield self.unseen()
+            yield self.unseen(ANY_FLOW)
             return
         beyond = level > 1
-        if not beyond.any():
-            yield from said(self.near((level > SHARE_RELEASE).any()))
-            return
-        where = int(np.argmax(beyond))
+        where = int(np.argmax(beyond) if beyond.any() else np.nanargmax(level))
         name = label_of(record, header, "route_dead", where, "router")
+        if not beyond.any():
+            yield from said(self.near(level[where] > SHARE_RELEASE, flow_holding(name, header)))
+            return
         by_dead = dead[where] / config.expert_dead >= violation[where] / config.expert_violation
         yield Finding(
             self.kind,

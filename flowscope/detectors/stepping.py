@@ -42,20 +42,13 @@ class StaleParameters(Detector):
         if not learning.any():
             yield self.unseen()
             return
-        name, count = parameter_name(record, header, int(np.argmax(learning))), int(learning.sum())
+        count, first = int(learning.sum()), parameter_name(record, header, int(np.argmax(learning)))
         if bool((held[learning] == 0).all()):
-            yield Finding(
-                self.kind,
-                module_of(name),
-                "error",
-                float(count),
-                0.0,
+            message = (
                 f"the optimizer holds none of the {count} parameters of this model that get a gradient (the first is "
-                f"{name}): it steps other tensors, those of a copy or of before a move",
-                "build the optimizer from model.parameters() of the model that is trained, after copies, moves and "
-                "wrapping",
-                immediate=True,
+                f"{first}): it steps other tensors, those of a copy or of before a move"
             )
+            yield self._finding(first, count, message, records=1)
             return
         total = float(np.sqrt(np.square(norms[learning]).sum()))
         if not self._unmoved(record, learning & (held != 0)):
@@ -63,18 +56,17 @@ class StaleParameters(Detector):
             if ratio is not None and bool((ratio > 0).any()):
                 self.state["moved"] = max(self.state["moved"], total)
         elif total >= CONVERGED * self.state["moved"]:
-            yield Finding(
-                self.kind,
-                module_of(name),
-                "error",
-                float(count),
-                0.0,
-                f"{count} parameters got a gradient and the step changed not one entry of them (the first is {name}): "
-                "what is stepped is not what the model computes with",
-                "build the optimizer from model.parameters() of the model that is trained, after copies, moves and "
-                "wrapping",
-                records=UNMOVED_RECORDS,
+            message = (
+                f"{count} parameters got a gradient and the step changed not one entry of them (the first is {first}): "
+                "what is stepped is not what the model computes with"
             )
+            yield self._finding(first, count, message, records=UNMOVED_RECORDS)
+
+    def _finding(self, first: str, count: int, message: str, records: int) -> Finding:
+        advice = (
+            "build the optimizer from model.parameters() of the model that is trained, after copies, moves and wrapping"
+        )
+        return Finding(self.kind, module_of(first), "error", float(count), 0.0, message, advice, records=records)
 
     @staticmethod
     def _unmoved(record: Record, learning: Flags) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from flowscope.detectors.detector import WIRING, Array, Detector, Finding, Flags, said
 from flowscope.detectors.gradients import gradient_flows
 from flowscope.detectors.rows import FlowView, ancestors, module_of, parameter_name
-from flowscope.records import Record, RunHeader
+from flowscope.records import Record, RunHeader, Severity
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
 
@@ -84,6 +84,8 @@ class NoGradient(Detector):
         columns = [view.record.metrics.get(f"param_{name}") for name in ("trainable", "grad_norm", "optimized")]
         trainable, norms, optimized = columns
         if trainable is None or norms is None or optimized is None or not bool((tracked > 0).any()):
+            return unseen
+        if not trainable.shape == norms.shape == optimized.shape:
             return unseen
         waiting = (trainable == 1) & np.isnan(norms) & (optimized == 1)
         if not waiting.any() or bool(np.isnan(norms).all()):
@@ -173,29 +175,16 @@ class NoGradient(Detector):
         others = np.flatnonzero(~norm)
         head_frozen = others.size > 0 and bool(frozen[others[-1]])
         learns = ~frozen
+        severity: Severity = "info"
+        message = f"{count} of {total} parameters are frozen, the first is {first}"
+        advice = "nothing to do if they are meant to be; else requires_grad_(True)"
         if learns.any() and bool(norm[learns].all()) and head_frozen:
             head = parameter_name(record, header, int(others[-1]))
-            yield Finding(
-                self.kind,
-                module_of(first),
-                "warning",
-                float(count),
-                float(total),
-                f"only normalisation parameters are trained: {count} of {total} are frozen, {first} to the head {head}",
-                "set requires_grad_(True) on what should learn (at least the head), before the optimizer is made",
-                cause="frozen",
-            )
-            return
-        yield Finding(
-            self.kind,
-            module_of(first),
-            "info",
-            float(count),
-            float(total),
-            f"{count} of {total} parameters are frozen, the first is {first}",
-            "nothing to do if they are meant to be; else requires_grad_(True)",
-            cause="frozen",
-        )
+            severity, frozen_of = "warning", f"{count} of {total} are frozen"
+            message = f"only normalisation parameters are trained: {frozen_of}, {first} to the head {head}"
+            advice = "set requires_grad_(True) on what should learn (at least the head), before the optimizer is made"
+        where, counts = module_of(first), (float(count), float(total))
+        yield Finding(self.kind, where, severity, *counts, message, advice, cause="frozen")
 
     def _is_norm(self, record: Record, header: RunHeader, trainable: Array) -> Flags:
         known = record.metrics.get("param_is_norm")
