@@ -19,12 +19,12 @@ from flowscope.hooks.points import placed
 from flowscope.instruments import cosines, gradient_flow, rank, widths
 from flowscope.instruments.flow_observer import FlowObserver, PointKey
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.instruments.merge_sites import group_by_flow
 from flowscope.instruments.point_rows import PointRows
 from flowscope.probes import compiled, matrices, summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.sites import group_by_flow
 from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE
 from flowscope.records import FlowLayout
 
@@ -58,7 +58,7 @@ class PointFlows(Instrument):
         """Look at the blocks of each flow."""
         self.buffer = DepositBuffer(placed(hooks.statistics, COLUMNS)[1])
         self._view, self._hooks = view, hooks
-        # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (probes/sites.py)
+        # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (merging/observed.py)
         streams = {name for name, group in group_by_flow(view.connections, view.flows) if group[0][1].streams}
         owners: dict[str, FlowObserver] = {}
         built: dict[str, FlowObserver] = {}

@@ -22,12 +22,11 @@ from flowscope.discovery.hyper_connections import KnownConnection, by_flow
 from flowscope.discovery.plan import display_path
 from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument
-from flowscope.instruments.merge_sites import Group, SitesOfAFlow
+from flowscope.instruments.merge_sites import Group, SitesOfAFlow, group_by_flow
 from flowscope.probes import site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors
-from flowscope.probes.sites import group_by_flow
 from flowscope.probes.statistics import full_precision
 
 MATRICES = 1024

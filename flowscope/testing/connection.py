@@ -24,11 +24,11 @@ from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
 from flowscope.faults import Faults
 from flowscope.instruments import METRICS
+from flowscope.instruments.merge_sites import MergeSites
 from flowscope.merging.connection import Connection
 from flowscope.merging.modes import rule_of
 from flowscope.merging.wrapping import connections, unwrap, wrap
-from flowscope.probes.hooks import Hooks, Switch
-from flowscope.probes.sites import SiteObserver
+from flowscope.probes.hooks import Hooks
 
 B, T, D, DEPTH = 3, 5, 8, 3
 KEPT, CHANGED = 1e-5, 1e-4
@@ -145,7 +145,7 @@ class Seen(NamedTuple):
 
     gradients: dict[str, Tensor]
     sums: Array
-    observer: SiteObserver
+    sites: MergeSites
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -156,20 +156,22 @@ def loss_of(output: Tensor) -> Tensor:
 def passes(model: nn.Module, *batches: Tensor) -> Seen:
     """Run a training pass a batch, gradients accumulating, while the sites are observed as `watch` does."""
     hooks = Hooks(Strict())
-    observer = SiteObserver(connections(model), "blocks", WatchConfig(), Switch(sampling=True), hooks)
+    hooks.switch.sampling = True
+    sites = MergeSites(connections(model), "blocks", WatchConfig())
+    sites.attach(None, hooks)
     model.zero_grad()
     try:
         for batch in batches:
-            observer.start_forward()
+            sites.start_forward()
             loss_of(model(batch.clone().requires_grad_())).backward()  # type: ignore[no-untyped-call]
     finally:
-        observer.close()
+        sites.close()
         hooks.close()
-    sums = np.zeros((observer.buffer.rows, observer.buffer.columns))
-    for part in observer.buffer.take():
+    sums = np.zeros((sites.buffer.rows, sites.buffer.columns))
+    for part in sites.buffer.take():
         sums[: len(part)] += part.double().cpu().numpy()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Seen(gradients, sums, observer)
+    return Seen(gradients, sums, sites)
 
 
 def same(got: Any, expected: Any, what: str, rtol: float = 1e-9) -> None:
@@ -224,13 +226,11 @@ def check_random_state(subject: Subject) -> None:
 def check_shown(subject: Subject) -> None:
     """What is declared in `observed` is shown at every site, nothing else is, and the carry's factor is a number."""
     seen = passes(subject.trained(), subject.batch())
-    table = {name: seen.observer.rows_of(name, seen.sums) for name in seen.observer.sums}
-    for k, (_, connection, site) in enumerate(seen.observer.owners):
+    table = {name: seen.sites.rows_of(name, seen.sums) for name in seen.sites.sums}
+    for k, (_, connection, site) in enumerate(seen.sites.owners):
         for name in connection.shown_at(site):
-            assert table[name][k].any(), (
-                f"{name!r} of {seen.observer.labels[k]} got no sums: is its gradient never used?"
-            )
-    for name, (values, labels) in seen.observer.metrics(seen.sums).items():
+            assert table[name][k].any(), f"{name!r} of {seen.sites.labels[k]} got no sums: is its gradient never used?"
+    for name, (values, labels) in seen.sites.metrics_of(seen.sums).items():
         assert len(values) == len(labels), f"metric {name} has {len(values)} values at {len(labels)} sites"
         assert name != "shortcut_product" or np.isfinite(values).all(), f"carry_factor gives {values}"
         described = name in METRICS or name in {metric.name for metric in subject.rule.metrics}
