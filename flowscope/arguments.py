@@ -14,6 +14,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import Detector
 from flowscope.discovery.structure import is_scripted
 from flowscope.errors import FlowscopeError
+from flowscope.instruments import Instrument
 from flowscope.records import Alert
 from flowscope.schedule import Schedule
 from flowscope.sinks import Sink
@@ -37,6 +38,7 @@ class WatchArguments:
     flows: Sequence[str] | None
     gates: Sequence[str]
     scaler: Any
+    instruments: Sequence[Instrument | type[Instrument]]
     detectors: Sequence[Detector | type[Detector]]
     config: WatchConfig
     instruments: Sequence[Any]

@@ -55,6 +55,7 @@ def watch(
     flows: Sequence[str] | None = None,
     gates: Sequence[str] | str | None = None,
     scaler: Any = None,
+    instruments: Iterable[Instrument | type[Instrument]] | Instrument | type[Instrument] = (),
     detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
     config: WatchConfig | dict[str, Any] | None = None,
     instruments: Sequence[Instrument | type[Instrument]] = (),
@@ -73,6 +74,8 @@ def watch(
         gates: patterns of modules of the model whose outputs are gates in (0, 1), beside those that are found: modules
             that give a sigmoid something is multiplied by. The gates of wrapped blocks are seen without it.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
+        instruments: classes or instances of your own (`flowscope.instruments.PointStatistic`, `Instrument`), beside the
+            built-in ones.
         detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
         config: `WatchConfig` or a dict of its keys.
         instruments: further kinds of numbers to record, classes or instances of `flowscope.instruments.Instrument` (a
@@ -94,6 +97,7 @@ def watch(
             flows=flow_paths(flows),
             gates=gate_patterns(gates),
             scaler=scaler,
+            instruments=listed(instruments),
             detectors=own_detectors(detectors),
             config=make_config(config),
             instruments=listed(instruments),
