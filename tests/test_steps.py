@@ -86,10 +86,7 @@ def watching(events: str) -> str:
     """The state of pause after each of these events."""
     machine, states = StepMachine(), []
     for name in events.split():
-        if name == "PAUSE":
-            machine.pause()
-        else:
-            machine.on(Event[name])
+        machine.on(machine.pausing() if name == "PAUSE" else Event[name])
         states.append(machine.watching.name)
     return " ".join(states)
 

@@ -33,15 +33,14 @@ class Passes:
 
     Attributes:
         forwards: training forwards of the root since it was attached.
-        fills_grad: whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not).
+        fills_grad: whether this loop leaves gradients in `.grad` at all (`torch.autograd.grad` does not); None until a
+            step has shown it.
     """
 
     def __init__(self, parameters: ParameterList, switch: Switch) -> None:
         self._parameters, self._switch = parameters, switch
         self.forwards = self._at_begin = 0
-        self.fills_grad = False
-        self._undecided = True
-        """No step has shown yet whether it does."""
+        self.fills_grad: bool | None = None
         self._used = False
         """An optimizer found gradients in this step (one that steps inside backward lets go of them)."""
         self._some: list[Tensor] = []
@@ -51,7 +50,7 @@ class Passes:
         """What a further forward of a sampled step says of the passes before it."""
         if self._gradients_were_dropped():
             return Earlier.DISCARD
-        return Earlier.ASIDE if self._undecided and self._holds_no_gradient() else Earlier.COUNTS
+        return Earlier.ASIDE if self.fills_grad is None and self._holds_no_gradient() else Earlier.COUNTS
 
     def of_step(self) -> int:
         """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
@@ -73,7 +72,6 @@ class Passes:
     def step_ended(self) -> None:
         """A sampled step has ended: it shows whether this loop fills `.grad`."""
         self.fills_grad = self._used or self._holds_any()
-        self._undecided = False
 
     def _holds_any(self) -> bool:
         return any(p is not None and p.grad is not None for p in self._parameters.current())

@@ -90,7 +90,7 @@ class StepDriver:
             StopTraining: an `on_alert` callable asked for it at a record made by this event.
         """
         actions = self._do(event, optimizer)
-        if ENDS & {*actions}:
+        if actions and actions[-1] in ENDS:
             self._recorder.raise_stop()
         return actions
 
@@ -102,7 +102,7 @@ class StepDriver:
     def pause(self) -> None:
         """Observe nothing until `resume`."""
         self._look()
-        self._carry_out(self._machine.pause())
+        self.on(self._machine.pausing())
 
     def resume(self) -> None:
         """Observe again: at once where nothing of the step under way was missed, else from the next on."""
@@ -122,16 +122,13 @@ class StepDriver:
         if event is Event.FOUND:
             self._look()
         actions = self._machine.on(event)
+        self._set_switch()
         if event in (Event.AFTER, Event.LAST) and (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are
             self._found_inf.append(found.detach().clone())
-        self._carry_out(actions, optimizer)
-        return actions
-
-    def _carry_out(self, actions: Actions, optimizer: Any = None) -> None:
-        self._set_switch()
         for action in actions:
             CARRY_OUT[action](self, optimizer)
+        return actions
 
     def _set_switch(self) -> None:
         machine, switch = self._machine, self.observation.switch

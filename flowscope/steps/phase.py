@@ -16,7 +16,13 @@ from enum import Enum
 from typing import TypeAlias
 
 
-class Phase(Enum):
+class Word(Enum):
+    """A word of the tables, found in them by its identity: events come in every step, sampled or not."""
+
+    __hash__ = object.__hash__
+
+
+class Phase(Word):
     """What has happened of the step under way.
 
     FIRST: nothing, and no step before it: `watch` or `load_state_dict` was the last.
@@ -29,7 +35,7 @@ class Phase(Enum):
     FIRST, ENDED, RUNNING, UPDATING, CLOSURE = range(5)
 
 
-class Event(Enum):
+class Event(Word):
     """What hooks and calls tell.
 
     FORWARD: a forward of the model in training begins.
@@ -51,7 +57,7 @@ class Event(Enum):
     BEGIN, LOAD, PAUSE, PAUSE_MIDWAY, RESUME = range(11, 16)
 
 
-class Action(Enum):
+class Action(Word):
     """What is to be done, in the order given; of a step that is not observed only what is marked with *.
 
     DROP: forget what is pending: it belongs to no step of ours.*
@@ -70,7 +76,7 @@ class Action(Enum):
     DROP, REVIEW, REPLAY, REMEMBER, SCALE, READ, MEASURE, FORGET, JOIN, END, SKIP = range(11)
 
 
-class Watching(Enum):
+class Watching(Word):
     """Whether hooks observe.
 
     ON: yes.
@@ -82,7 +88,7 @@ class Watching(Enum):
     ON, PAUSED, MISSED, RESUMING = range(4)
 
 
-class Deposits(Enum):
+class Deposits(Word):
     """Whose gradients the pending deposits are.
 
     OURS: those of a step of ours.
@@ -128,6 +134,7 @@ def _step_table() -> dict[tuple[Phase, Event], tuple[Phase, Actions]]:
 
 
 STEP = _step_table()
+UNOBSERVED = {at: (phase, tuple(a for a in actions if a in ALWAYS)) for at, (phase, actions) in STEP.items()}
 
 WATCHING: dict[tuple[Watching, Event], tuple[Watching, Actions]] = {
     (Watching.ON, Event.PAUSE): (Watching.PAUSED, (Action.DROP,)),
@@ -152,8 +159,8 @@ DEPOSITS: dict[tuple[Deposits, Event], tuple[Deposits, Actions]] = {
 }
 """What is not named changes nothing."""
 
-RUNS = (Event.FORWARD, Event.RAN)
-UPDATES = (Event.BEFORE, Event.BEFORE_CLOSURE, Event.AFTER)
+RUNS = frozenset({Event.FORWARD, Event.RAN})
+UPDATES = frozenset({Event.BEFORE, Event.BEFORE_CLOSURE, Event.AFTER})
 
 
 class StepMachine:
@@ -183,21 +190,20 @@ class StepMachine:
     def on(self, event: Event) -> Actions:
         """Take an event; returns what is to be done, in this order."""
         self.watching, actions = WATCHING.get((self.watching, event), (self.watching, ()))
-        if event in RUNS and self.paused:
+        paused = self.watching is not Watching.ON
+        observing = self.sampling and not paused
+        if (event in RUNS and paused) or (event in UPDATES and not observing):
             return actions
         self.deposits, of_others = DEPOSITS.get((self.deposits, event), (self.deposits, ()))
-        if event in UPDATES and not self.observing:
-            return ()
-        self.phase, of_step = STEP[self.phase, event]
+        self.phase, of_step = (STEP if observing else UNOBSERVED)[self.phase, event]
         # what is forgotten needs no review
-        actions = actions or of_others or of_step
-        return actions if self.observing else tuple(action for action in actions if action in ALWAYS)
+        return actions or of_others or of_step
 
     def begin(self, *, sampling: bool) -> Actions:
         """The step under way begins (again)."""
         self.sampling = sampling
         return self.on(Event.BEGIN)
 
-    def pause(self) -> Actions:
-        """See `Event.PAUSE`."""
-        return self.on(Event.PAUSE if self.phase in UNTOUCHED else Event.PAUSE_MIDWAY)
+    def pausing(self) -> Event:
+        """The event of a pause that is asked for now."""
+        return Event.PAUSE if self.phase in UNTOUCHED else Event.PAUSE_MIDWAY
