@@ -41,7 +41,6 @@ class WatchArguments:
     instruments: Sequence[Instrument | type[Instrument]]
     detectors: Sequence[Detector | type[Detector]]
     config: WatchConfig
-    instruments: Sequence[Any]
 
 
 def check_model(model: Any) -> None:

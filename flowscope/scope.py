@@ -58,7 +58,6 @@ def watch(
     instruments: Iterable[Instrument | type[Instrument]] | Instrument | type[Instrument] = (),
     detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
     config: WatchConfig | dict[str, Any] | None = None,
-    instruments: Sequence[Instrument | type[Instrument]] = (),
 ) -> Scope:
     """Attach to a model and observe its training from the next step on. Never changes or stops the training.
 
@@ -74,13 +73,11 @@ def watch(
         gates: patterns of modules of the model whose outputs are gates in (0, 1), beside those that are found: modules
             that give a sigmoid something is multiplied by. The gates of wrapped blocks are seen without it.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
-        instruments: classes or instances of your own (`flowscope.instruments.PointStatistic`, `Instrument`), beside the
-            built-in ones.
-        detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
-        config: `WatchConfig` or a dict of its keys.
         instruments: further kinds of numbers to record, classes or instances of `flowscope.instruments.Instrument` (a
             `PointStatistic` for a number per depth); `config={"instruments": {name: False}}` switches off one, also of
             flowscope's own.
+        detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
+        config: `WatchConfig` or a dict of its keys.
 
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
@@ -100,7 +97,6 @@ def watch(
             instruments=listed(instruments),
             detectors=own_detectors(detectors),
             config=make_config(config),
-            instruments=listed(instruments),
         ),
     )
 
