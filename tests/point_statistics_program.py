@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from watch_models import Stack, data, loss_of, sgd, watched
 
-from flowscope import scope as scope_module
 from flowscope.instruments import PointStatistic
-from flowscope.probes.observation import Observation
 
 
 class Kurtosis(PointStatistic):
@@ -57,9 +54,8 @@ def kurtosis_of(*states: Tensor) -> float:
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, NDArray[np.float64]]:
-    scope_module.Observation = partial(Observation, instruments=[Kurtosis, GradientMoment])
     optimizer = sgd(model)
-    with watched(model, optimizer) as scope:
+    with watched(model, optimizer, instruments=[Kurtosis, GradientMoment]) as scope:
         loss_of(model, batch).backward()
         optimizer.step()
     return {name: scope.records[0][name] for name in ("act_kurtosis", "grad_abs_mean", "act_rms")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,14 @@ from two_ranks import RANKS, without_launcher
 from watch_models import Block, Checkpointed, Stack, data, loss_of, sgd, truth, watched
 
 import flowscope
-from flowscope import scope as scope_module
 from flowscope.instruments import PointStatistic
-from flowscope.probes.observation import Observation
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The instruments that the next scopes get beside their own."""
     instruments: list[Any] = [Kurtosis, GradientMoment]
-    monkeypatch.setattr(scope_module, "Observation", partial(Observation, instruments=instruments))
+    monkeypatch.setattr(sys.modules[__name__], "watched", partial(watched, instruments=instruments))
     return instruments
 
 
@@ -77,6 +76,16 @@ def test_checkpoints_count_once(reentrant: bool) -> None:
         np.testing.assert_allclose(record[name], expected[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.usefixtures("given", "strict")
+def test_half_precision_is_measured() -> None:
+    model, (x, y) = Stack().bfloat16(), data()
+    batch = x.bfloat16(), y.bfloat16()
+    expected = [kurtosis_of(point) for point in points_of(model, [batch])[0]]
+    record = step(model, [batch])
+    np.testing.assert_allclose(record["act_kurtosis"], expected, rtol=1e-9)
+    assert np.isfinite(record["grad_abs_mean"]).all()
+
+
 class Loop(Stack):
     """The first block three times."""
 
@@ -96,6 +105,15 @@ def test_each_call_of_a_loop_has_its_own() -> None:
     record = step(model, [data()], flows=["blocks"])
     assert record.labels("act_kurtosis")[1:] == [f"blocks.0#{call}" for call in range(3)]
     np.testing.assert_allclose(record["act_kurtosis"], [kurtosis_of(x) for x in expected], rtol=1e-6)
+
+
+def test_a_name_that_a_metric_bears_is_refused(given: list[Any]) -> None:
+    class Taken(Kurtosis):
+        name = "act_rms"
+
+    given[:] = [Taken]
+    with pytest.raises(flowscope.FlowscopeError, match="'act_rms' says something else of act_rms than flowscope does"):
+        watched(Stack())
 
 
 @pytest.mark.usefixtures("given", "strict")

@@ -22,7 +22,8 @@ from watch_models import IN, OUT, B, Block, Checkpointed, D, Stack, T, close_to,
 
 import flowscope
 from flowscope.detectors.gradients import VanishingGradient
-from flowscope.instruments import flow_observer, parameters, point_flows, recurrent, units, wiring
+from flowscope.hooks import flow_observer
+from flowscope.instruments import parameters, point_flows, rank, recurrent, units, wiring
 from flowscope.probes import observation
 
 EVERYTHING = {"slow_every": 1, "metrics": ("flow", "depth", "parameters")}
@@ -239,7 +240,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "entry of a flow": (flow_observer.FlowObserver, "_before", "flow blocks"),
     "backward of a flow": (flow_observer.FlowObserver, "_deposit", "flow blocks"),
     "record of a flow": (point_flows.PointFlows, "_flow", "flow blocks"),
-    "slow part of a flow": (point_flows.PointFlows, "_slow", "flow blocks"),
+    "slow part of a flow": (rank.Rank, "read", "flow blocks"),
     "forward of units": (units.Units, "_count", "units"),
     "backward of units": (units.UnitProbe, "deposit", "units"),
     "end of units": (units.Units, "take", "units"),

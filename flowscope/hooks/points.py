@@ -9,7 +9,7 @@ Axis letters: D features, P points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from flowscope.hooks.calls import ENTRY, PointKey
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.layout import AxisReader, is_compiling
 from flowscope.probes.payload import local
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import ELEMENTS, Sums, full_precision
 
 Array = NDArray[np.float64]
@@ -47,6 +48,24 @@ class Point(NamedTuple):
     before: Tensor | None = None
 
 
+class FlowStep(NamedTuple):
+    """One flow in one step, on the host.
+
+    Attributes:
+        points: in depth order.
+        labels: of the points.
+        rows: [P, columns] their sums.
+        calls: [2, P] how often each was called, and how often it could give a gradient.
+        kept: what the reading measure took, by point.
+    """
+
+    points: Sequence[PointKey]
+    labels: Sequence[str]
+    rows: Array
+    calls: Array
+    kept: Mapping[PointKey, list[Array]]
+
+
 class PointMeasure:
     """One kind of number at the points of one flow. Every method has a default that does nothing."""
 
@@ -66,12 +85,14 @@ class PointMeasure:
         """Compiled: an operation in place changed the hidden state, and its hook gets only a part of the gradient."""
 
     def forget(self) -> None:
-        """The step is over."""
+        """Backward deposited what belongs to no step of ours, or the step is over."""
 
-    def metrics(self, rows: Array) -> dict[str, Array]:
-        """The metrics [P] of the rows [P, columns] of one flow's points."""
-        del rows
+    def take(self) -> dict[PointKey, list[Tensor]]:
+        """What it kept of a step that is no sum, on its way to the host."""
         return {}
+
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
+        """Write the metrics of a flow."""
 
 
 class Statistic(Protocol):
@@ -155,7 +176,7 @@ class Stranger(AddedUp):
             if is_compiling():  # a fault breaks the graph there, and the hook with it
                 return self._checked(function, given, count)
             sums: Tensor | None = self._faults.guard(self._stranger.fuse, self._checked, function, given, count)
-        return sums.numpy() if sums is not None and sums.is_cpu else sums
+        return sums.double().numpy() if sums is not None and sums.is_cpu else sums
 
     def _checked(self, function: Callable[[Any], Sums], given: Any, count: int) -> Tensor:
         sums = torch.as_tensor(function(given))
@@ -166,10 +187,11 @@ class Stranger(AddedUp):
             )
         return sums.detach()
 
-    def metrics(self, rows: Array) -> dict[str, Array]:
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
         """The statistic's values, NaN where a point was not seen; nothing where it failed."""
-        values = self._faults.guard(self._stranger.fuse, self._values, rows)
-        return {} if values is None else {self._stranger.name: values}
+        values = self._faults.guard(self._stranger.fuse, self._values, flow.rows)
+        if values is not None:
+            out.add(self._stranger.name, values, flow.labels)
 
     def _values(self, rows: Array) -> Array:
         stop = self.at + self.statistic.columns + len(self.statistic.gradient_powers)
@@ -189,7 +211,7 @@ def placed(statistics: Sequence[Statistic], start: int) -> tuple[list[int], int]
     return ends[:-1], ends[-1]
 
 
-class PointRows:
+class Deposits:
     """The rows of one flow's points, and what is measured there."""
 
     def __init__(self, buffer: DepositBuffer, measures: Sequence[PointMeasure]) -> None:
@@ -260,11 +282,7 @@ class PointRows:
                 powers[at : at + len(measure.statistic.gradient_powers)] = measure.statistic.gradient_powers
         return powers
 
-    def metrics(self, rows: Array) -> dict[str, Array]:
-        """The metrics of the rows of points."""
-        return {name: values for measure in self.measures for name, values in measure.metrics(rows).items()}
-
     def forget(self) -> None:
-        """The step is over."""
+        """What backward deposited counts no more."""
         for measure in self.measures:
             measure.forget()

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from flowscope.hooks.calls import ENTRY
-from flowscope.hooks.points import Point, PointMeasure
+from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
-from flowscope.probes import statistics
+from flowscope.probes import statistics, summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.depth import DepthRow, DepthRows
 from flowscope.probes.layout import AxisReader, is_compiling
 from flowscope.probes.payload import local
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import Positions, Sums, full_precision, is_host
 
 Compare = Callable[[Positions | None, Positions, Positions | None], Sums | DepthRow]
@@ -122,3 +123,7 @@ class Cosines(PointMeasure):
     def deposit(self, key: tuple[int, int], row: int, seen: Any, gradient: Tensor | None) -> None:
         """Add the sums."""
         self.buffer.add(row, self.at, seen.read() if isinstance(seen, DepthRow) else seen)
+
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
+        """The family "depth"."""
+        out.along(summaries.depth_metrics(flow.rows), flow.labels)

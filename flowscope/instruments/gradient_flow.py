@@ -6,9 +6,10 @@ from functools import partial
 
 from torch import Tensor
 
-from flowscope.hooks.points import AddedUp
+from flowscope.hooks.points import AddedUp, FlowStep
 from flowscope.metrics import Metric
-from flowscope.probes import statistics
+from flowscope.probes import statistics, summaries
+from flowscope.probes.record_builder import RecordBuilder
 from flowscope.probes.statistics import Sums
 
 _gradient = partial(Metric, view="Gradient", scale="log", of_gradient=True)
@@ -82,10 +83,16 @@ class Norms:
 
 
 class AddedNorms(AddedUp):
-    """The norms in the rows of a buffer."""
+    """The norms in the rows of a buffer, and the calls of their points."""
 
     def hide(self, row: int, *, entry: bool) -> None:
         """Only the squares are wrong: how often a gradient came is known."""
         self.buffer.hide(row, self.at + self.statistic.columns)
         if entry:
             self.buffer.hide(row, self.at)
+
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
+        """The family "flow"."""
+        out.along(summaries.flow_metrics(flow.rows), flow.labels)
+        for name, counted in zip(("forward_calls", "tracked_calls"), flow.calls, strict=True):
+            out.add(name, counted, flow.labels)

@@ -5,31 +5,34 @@ Axis letters: P points of a flow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flowscope.config import WatchConfig
+from flowscope.discovery.plan import Flow
 from flowscope.discovery.view import ModelView
-from flowscope.hooks.points import placed
+from flowscope.hooks.calls import PointKey
+from flowscope.hooks.flow_observer import FlowObserver
+from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
 from flowscope.instruments import cosines, gradient_flow, rank, widths
-from flowscope.instruments.flow_observer import FlowObserver, PointKey
+from flowscope.instruments.cosines import Cosines
+from flowscope.instruments.gradient_flow import AddedNorms, Norms
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.merge_sites import group_by_flow
 from flowscope.instruments.point_rows import PointRows
-from flowscope.probes import compiled, matrices, summaries
+from flowscope.instruments.rank import Rank
+from flowscope.instruments.widths import Widths
+from flowscope.probes import compiled
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE
+from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, TO_INPUT
 from flowscope.records import FlowLayout
-
-MATRIX_POINTS = 128
-"""The cosine matrix has at most so many evenly spaced points."""
 
 
 class PointFlows(Instrument):
@@ -67,23 +70,27 @@ class PointFlows(Instrument):
             borrowed = {p: owners[p] for p in flow.outputs if p in owners}
             if flow.entry is not None and flow.entry in owners and owners[flow.entry].flow.entry == flow.entry:
                 borrowed[flow.entry] = owners[flow.entry]
-            observer = FlowObserver(
-                view.model,
-                flow,
-                self._config,
-                hooks.switch,
-                hooks.canary,
-                hooks,
-                self.buffer,
-                borrowed,
-                streams=flow.name in streams,
-            )
-            observer.on_drop = hooks.on_stale_run
+            measures = self._measures(flow, hooks, streams=flow.name in streams)
+            observer = FlowObserver(view.model, flow, measures, hooks, self.buffer, borrowed)
             built[flow.name] = observer
             if flow.kind != "network":
                 owners.update(dict.fromkeys(flow.outputs, observer))
         self.flows = [built[flow.name] for flow in view.flows if flow.name in built]
         self._fixed = self.buffer.rows
+
+    def _measures(self, flow: Flow, hooks: Hooks, *, streams: bool) -> list[PointMeasure]:
+        """What is measured at the points of a flow, in the order of the record."""
+        measures: list[PointMeasure] = [AddedNorms(Norms(), self.buffer, SQUARE)]
+        depth = "depth" in self._config.metrics and flow.kind in ("blocks", "stage", "chain", "concat") and not streams
+        if depth:
+            limit, first = self._config.positions, flow.entry is None
+            measures.append(Cosines(self.buffer, TO_INPUT, limit, origin_first=first))
+        if flow.kind == "concat":
+            measures.append(Widths())
+        firsts, _ = placed(hooks.statistics, COLUMNS)
+        further = zip(hooks.statistics, firsts, strict=True)
+        measures += [Stranger(statistic, self.buffer, at, hooks.faults) for statistic, at in further]
+        return [*measures, Rank(hooks.switch)] if depth else measures
 
     def layout(self) -> int:
         """How many points are known from the structure alone."""
@@ -91,7 +98,7 @@ class PointFlows(Instrument):
 
     def runs(self) -> int:
         """How often blocks ran with gradient."""
-        return sum(flow.runs for flow in self.flows)
+        return sum(flow.calls.runs for flow in self.flows)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -103,12 +110,12 @@ class PointFlows(Instrument):
         """Calls are counted from 0 again."""
         self._forwards += 1
         for flow in self.flows:
-            flow.start_forward(training=True)
+            flow.calls.begin_forward(training=True)
 
     def start_evaluation(self) -> None:
         """What runs now is not looked at."""
         for flow in self.flows:
-            flow.start_forward(training=False)
+            flow.calls.begin_forward(training=False)
 
     def set_aside(self) -> None:
         """Keep the rows apart."""
@@ -119,24 +126,20 @@ class PointFlows(Instrument):
         self._aside = self._aside if counts else []
 
     def take(self) -> Taken:
-        """The rows of all points; on the slow schedule Gram matrices and slices of hidden states."""
+        """The rows of all points, and what measures kept beside."""
         rows, self._aside = [*self.buffer.take(), *self._aside], []
-        slow = {("gram", flow.flow.name, key): gram for flow in self.flows for key, gram in flow.grams.items()}
-        slow.update(
-            {("slice", flow.flow.name, key): flow.slices[key] for flow in self.flows for key in _thinned(flow.slices)}
-        )
-        points = {flow.flow.name: flow.points() for flow in self.flows}
+        kept = [[measure.take() for measure in flow.seen.measures] for flow in self.flows]
         sums = PointRows(self.buffer.columns, rows, self.flows, self._fixed)
-        step = StepOfFlows(sums, points, self._forwards, dict.fromkeys(slow))
-        return Taken(self.name, [*rows, *slow.values()], partial(self._read, step), sums.parts)
+        step = StepOfFlows(sums, [flow.calls.points() for flow in self.flows], self._forwards, kept)
+        tensors = [tensor for flow in kept for taken in flow for some in taken.values() for tensor in some]
+        return Taken(self.name, [*rows, *tensors], partial(self._read, step), sums.parts)
 
     def discard(self) -> None:
         """Forget what backward deposited."""
         self._aside = []
         self.buffer.clear()
         for flow in self.flows:
-            flow.grams.clear()
-            flow.slices.clear()
+            flow.seen.forget()
 
     def drop(self) -> None:
         """Forget also what forwards under way wait with."""
@@ -149,30 +152,22 @@ class PointFlows(Instrument):
     def _read(self, step: StepOfFlows, out: RecordBuilder, parts: list[Array]) -> None:
         step.take_over(parts)
         stages = tuple(self._view.stages)
-        for flow in self.flows:
+        for at, flow in enumerate(self.flows):
             # evaluations inside a right-hand side are no chain
             if not stages or not all(path.startswith(stages) for path in flow.flow.outputs):
-                self._hooks.faults.guard(flow.part, self._flow, out, flow, step)
+                self._hooks.faults.guard(flow.part, self._flow, out, flow, step, at)
 
-    def _flow(self, out: RecordBuilder, flow: FlowObserver, step: StepOfFlows) -> None:
-        points = step.points[flow.flow.name]
+    def _flow(self, out: RecordBuilder, flow: FlowObserver, step: StepOfFlows, at: int) -> None:
+        points = step.points[at]
         labels = flow.labels(points)
-        picked, calls = step.rows.of(flow, points)
-        if compiled.was_traced(picked[:, ELEMENTS] > 0, calls.sum(0)):
+        rows, calls = step.rows.of(flow, points)
+        if compiled.was_traced(rows[:, ELEMENTS] > 0, calls.sum(0)):
             calls = np.full_like(calls, np.nan)
-            labels = compiled.with_calls(labels, picked[:, BACKWARDS], step.forwards)
-            self._note_compiled(out, labels, picked)
+            labels = compiled.with_calls(labels, rows[:, BACKWARDS], step.forwards)
+            self._note_compiled(out, labels, rows)
         out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, labels[1:], self._cell(flow)))
-        metrics = summaries.flow_metrics(picked)
-        metrics["forward_calls"], metrics["tracked_calls"] = calls
-        if flow.depth:
-            metrics.update(summaries.depth_metrics(picked))
-        if flow.flow.kind == "concat":
-            metrics["group_grad_norm"] = metrics["grad_norm"]
-            metrics["width"] = np.array([flow.widths.get(key, np.nan) for key in points])
-        metrics.update(flow.seen.metrics(picked))
-        out.along(metrics, labels)
-        self._slow(out, flow, step, labels, picked)
+        for measure, kept in zip(flow.seen.measures, step.kept[at], strict=True):
+            measure.read(out, FlowStep(points, labels, rows, calls, kept))
 
     def _note_compiled(self, out: RecordBuilder, labels: Sequence[str], picked: Array) -> None:
         out.note(compiled.NOT_MEASURED)
@@ -188,22 +183,6 @@ class PointFlows(Instrument):
             return ""
         return type(self._view.model.get_submodule(outputs[-1])).__name__
 
-    @staticmethod
-    def _slow(out: RecordBuilder, flow: FlowObserver, step: StepOfFlows, labels: Sequence[str], picked: Array) -> None:
-        points, name = step.points[flow.flow.name], flow.flow.name
-        grams = [step.slow.get(("gram", name, key)) for key in points]
-        if any(gram is not None for gram in grams):
-            found = [np.nan if g is None else matrices.effective_rank_of_gram(torch.from_numpy(g)) for g in grams]
-            out.add("effective_rank", np.array(found), labels)
-        slices = [step.slow.get(("slice", name, key)) for key in points]
-        units = [unit for unit in slices if unit is not None]
-        held = np.array([unit is not None for unit in slices], dtype=bool)
-        # states of another size (after a stride) have other positions: no cosine between them
-        sizes = np.round(picked[held, ELEMENTS] / picked[held, BACKWARDS])
-        if len(units) > 1 and len({u.shape for u in units}) == 1 and len(set(sizes.tolist())) == 1:
-            matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
-            out.add("cosine_matrix", matrix, [label for label, shown in zip(labels, held, strict=True) if shown])
-
 
 @dataclass
 class StepOfFlows:
@@ -213,21 +192,18 @@ class StepOfFlows:
         rows: the sums at the points.
         points: of each flow, in depth order.
         forwards: how often the root ran with gradient (0: it runs inside compiled code).
-        slow: ("gram" or "slice", flow, point) -> the host's copy.
+        kept: of each flow and measure, what it took beside the rows; on the host once `take_over` was called.
     """
 
     rows: PointRows
-    points: Mapping[str, list[PointKey]]
+    points: Sequence[list[PointKey]]
     forwards: int
-    slow: dict[tuple[str, str, PointKey], Array | None]
+    kept: list[list[dict[PointKey, list[Any]]]]
 
     def take_over(self, parts: Sequence[Array]) -> None:
-        """Put the host's copies in their places: first the rows, then the slow ones."""
-        first = len(parts) - len(self.slow)
-        self.rows.read(parts[:first])
-        self.slow.update(zip(self.slow, parts[first:], strict=True))
-
-
-def _thinned(slices: Iterable[PointKey]) -> list[PointKey]:
-    keys = sorted(slices)
-    return keys[:: -(-len(keys) // MATRIX_POINTS)] if keys else []
+        """Put the host's copies in their places: first the rows, then what was kept."""
+        rest = iter(parts[self.rows.devices :])
+        self.rows.read(parts[: self.rows.devices])
+        self.kept = [
+            [{key: [next(rest) for _ in some] for key, some in taken.items()} for taken in flow] for flow in self.kept
+        ]

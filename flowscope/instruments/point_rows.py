@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowscope.instruments.flow_observer import FlowObserver, PointKey
+from flowscope.hooks.calls import PointKey
+from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.instruments.instrument import Array, table_rows
 from flowscope.probes.payload import Part, Sharing, flat, from_host
 from flowscope.probes.statistics import BACKWARDS
@@ -42,9 +43,14 @@ class PointRows:
     def __init__(self, columns: int, tensors: Sequence[Tensor], flows: Sequence[FlowObserver], fixed: int) -> None:
         self._columns, self._tensors, self._flows, self._fixed = columns, tensors, flows, fixed
         self._calls: dict[int, tuple[dict[PointKey, float], ...]] = {
-            id(flow): ({**flow.forward_calls}, {**flow.tracked_calls}) for flow in flows
+            id(flow): ({**flow.calls.forward}, {**flow.calls.tracked}) for flow in flows
         }
         self._sums: Array | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many tensors the rows are."""
+        return len(self._tensors)
 
     def read(self, host: Sequence[Array]) -> None:
         """Take over the host's copies of the tensors, unless the sums of all ranks are there."""
@@ -58,7 +64,7 @@ class PointRows:
         calls = np.full((CALLS, len(points)), np.nan)
         for at, key in enumerate(points):
             owner, own = flow.source(key)
-            if (row := owner.rows.get(own)) is not None and row < len(rows):
+            if (row := owner.seen.numbers.get(own)) is not None and row < len(rows):
                 picked[at] = rows[row]
             for kind, counted in enumerate(self._calls[id(owner)]):
                 calls[kind, at] = counted.get(own, 0)
@@ -69,7 +75,9 @@ class PointRows:
         del agreed
         count = max((t.shape[0] for t in self._tensors), default=0)
         total = np.zeros((count, self._columns))
-        places = [Place(flow, key, row) for flow in self._flows for key, row in flow.rows.items() if row < count]
+        places = [
+            Place(flow, key, row) for flow in self._flows for key, row in flow.seen.numbers.items() if row < count
+        ]
         known = sorted((place for place in places if place.row < self._fixed), key=lambda place: place.row)
         parts = [self._part("points", known, total, sharing, fixed=True)] if known else []
         for place in places:
@@ -99,7 +107,7 @@ class PointRows:
         counts = [[counted.get(place.key, 0) for counted in self._calls[id(place.flow)]] for place in places]
         out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS)], dim=1)
         if not sharing.states:
-            mine = from_host(np.array([float(p.key in p.flow.sharded) for p in places]), device)
+            mine = from_host(np.array([float(p.key in p.flow.seen.sharded) for p in places]), device)
             out = torch.where(mine[:, None] > 0, out, 0.0)
             out[:, [BACKWARDS, self._columns, self._columns + 1]] = 0.0
         return out.reshape(-1)

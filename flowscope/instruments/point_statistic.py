@@ -85,7 +85,8 @@ class PointStatistic(Instrument):
         """Return [columns], on the device of x, without reading from it.
 
         Args:
-            x: the hidden state, detached (of a DTensor this rank's part); it must not be changed.
+            x: the hidden state, detached (of a DTensor this rank's part) and in the model's own dtype: sums of bf16 are
+                better made of `x.float()`. It must not be changed.
         """
         raise NotImplementedError(f"{type(self).__name__}.sums(x) -> Tensor[columns] is missing")
 

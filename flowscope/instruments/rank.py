@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowscope.hooks.calls import PointKey
-from flowscope.hooks.points import Point, PointMeasure
+from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
-from flowscope.probes import statistics
+from flowscope.probes import matrices, statistics
 from flowscope.probes.hooks import Switch
 from flowscope.probes.layout import is_compiling
-from flowscope.probes.statistics import full_precision
+from flowscope.probes.record_builder import RecordBuilder
+from flowscope.probes.statistics import BACKWARDS, ELEMENTS, full_precision
+
+MATRIX_POINTS = 128
+"""The cosine matrix has at most so many evenly spaced points."""
 
 METRICS = (
     Metric(
@@ -43,8 +48,7 @@ class Rank(PointMeasure):
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self.grams: dict[PointKey, Tensor] = {}
-        self.slices: dict[PointKey, Tensor] = {}
+        self._kept: dict[PointKey, tuple[Tensor, Tensor]] = {}
 
     def look(self, point: Point) -> tuple[Tensor, Tensor] | None:
         """[64, 64] and [16, D]."""
@@ -62,9 +66,27 @@ class Rank(PointMeasure):
     def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
         """Keep the newest."""
         if seen is not None and gradient is not None:
-            self.grams[key], self.slices[key] = seen
+            self._kept[key] = seen
 
     def forget(self) -> None:
         """Of the step that ended."""
-        self.grams.clear()
-        self.slices.clear()
+        self._kept.clear()
+
+    def take(self) -> dict[PointKey, list[Tensor]]:
+        """The Gram matrix of each point, and of `MATRIX_POINTS` of them the positions too."""
+        shown = set(sorted(self._kept)[:: -(-len(self._kept) // MATRIX_POINTS) or 1])
+        return {key: [gram, some] if key in shown else [gram] for key, (gram, some) in self._kept.items()}
+
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
+        """Of a step on the slow schedule."""
+        kept = [flow.kept.get(key, []) for key in flow.points]
+        if any(kept):
+            ranks = [matrices.effective_rank_of_gram(torch.from_numpy(of[0])) if of else np.nan for of in kept]
+            out.add("effective_rank", np.array(ranks), flow.labels)
+        held = np.array([len(of) > 1 for of in kept], dtype=bool)
+        units = [of[1] for of in kept if len(of) > 1]
+        # states of another size (after a stride) have other positions: no cosine between them
+        sizes = np.round(flow.rows[held, ELEMENTS] / flow.rows[held, BACKWARDS])
+        if len(units) > 1 and len({u.shape for u in units}) == 1 and len(set(sizes.tolist())) == 1:
+            matrix = matrices.cosine_matrix(torch.from_numpy(np.stack(units)))
+            out.add("cosine_matrix", matrix, [label for label, shown in zip(flow.labels, held, strict=True) if shown])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flowscope.hooks.calls import PointKey
-from flowscope.hooks.points import Point, PointMeasure
+from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
+from flowscope.probes import summaries
 from flowscope.probes.layout import is_compiling
+from flowscope.probes.record_builder import RecordBuilder
 
 METRICS = (
     Metric(
@@ -26,10 +30,15 @@ class Widths(PointMeasure):
     """How many features each point has."""
 
     def __init__(self) -> None:
-        self.widths: dict[PointKey, int] = {}
+        self._widths: dict[PointKey, int] = {}
 
     def look(self, point: Point) -> None:
         """Nothing has to wait: a width is no sum."""
         if not is_compiling():
             states, axis, _ = point.reader.read(point.x)
-            self.widths[point.key] = states.shape[axis]
+            self._widths[point.key] = states.shape[axis]
+
+    def read(self, out: RecordBuilder, flow: FlowStep) -> None:
+        """Features are concatenated: a point's gradient is that of a layer's new features."""
+        out.add("group_grad_norm", summaries.flow_metrics(flow.rows)["grad_norm"], flow.labels)
+        out.add("width", np.array([self._widths.get(key, np.nan) for key in flow.points]), flow.labels)

@@ -8,60 +8,52 @@ Axis letters: D features, L depth, P = L + 1 points.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowscope.config import WatchConfig
 from flowscope.discovery.plan import Flow, display_path
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
-from flowscope.hooks.points import PointMeasure, PointRows, Stranger, placed
-from flowscope.instruments.cosines import Cosines
-from flowscope.instruments.gradient_flow import AddedNorms, Norms
-from flowscope.instruments.rank import Rank
-from flowscope.instruments.widths import Widths
+from flowscope.hooks.points import Deposits, PointMeasure
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.canary import Canary
-from flowscope.probes.hooks import Hooks, Switch
+from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import local
 from flowscope.torch_internals import in_backward
-
-__all__ = ["FlowObserver", "PointKey"]
 
 PLAIN, TRACED, RECOMPUTED = "plain", "traced", "recomputed"
 """How a hook is called: in a forward, while torch.compile traces one, inside backward (a checkpoint recomputes)."""
 
 
 class FlowObserver:
-    """The hooks of one flow and the rows of its points.
+    """The hooks of one flow.
 
     Args:
-        streams: whether the points are several residual streams, which have no one hidden state to compare.
+        model: in which its modules are.
+        flow: which modules they are.
+        measures: what is measured at its points.
+        hooks: where it registers.
+        buffer: in which its points have their rows.
+        borrowed: path -> the flow that watches this module already; its rows are this flow's too.
     """
 
     def __init__(
         self,
         model: nn.Module,
         flow: Flow,
-        config: WatchConfig,
-        switch: Switch,
-        canary: Canary,
+        measures: Sequence[PointMeasure],
         hooks: Hooks,
         buffer: DepositBuffer,
-        borrowed: dict[str, FlowObserver] | None = None,
-        *,
-        streams: bool = False,
+        borrowed: Mapping[str, FlowObserver],
     ) -> None:
-        self.flow, self.switch, self.canary, self.hooks = flow, switch, canary, hooks
+        self.flow, self.hooks, self.switch, self.canary = flow, hooks, hooks.switch, hooks.canary
         self.part = f"flow {flow.name}"
-        self.borrowed = borrowed or {}
-        self.on_drop: Callable[[], None] = lambda: None
-        self.seen = PointRows(buffer, _measures(flow, config, hooks, buffer, streams=streams))
+        self.borrowed = borrowed
+        self.seen = Deposits(buffer, measures)
         self.calls = Calls(flow, self.seen.begin_pass)
         self.paths = [display_path(path) for path in flow.outputs]
         self._readers: list[AxisReader] = []
@@ -71,17 +63,14 @@ class FlowObserver:
             module = model.get_submodule(path)
             self._readers.append(AxisReader.of(module))
             if path not in self.borrowed:
-                hooks.after(module, self.part, partial(self._after, index), None if index in every_step else switch)
+                unsampled = index in every_step
+                hooks.after(module, self.part, partial(self._after, index), None if unsampled else hooks.switch)
                 self.seen.row((index, 0))
         if flow.entry is not None and flow.entry not in self.borrowed:
             hooks.before(model.get_submodule(flow.entry), self.part, self._before)
             self.seen.row((ENTRY, 0))
 
     # -- forward -------------------------------------------------------------------------------------------------
-
-    def start_forward(self, *, training: bool) -> None:
-        """The root's forward begins."""
-        self.calls.begin_forward(training=training)
 
     def _called(self) -> str | None:
         """How the hook is called; None where nobody looks: paused, or a pass that trains nothing."""
@@ -176,7 +165,7 @@ class FlowObserver:
 
     def _drop_stale(self, called: str) -> None:
         if called == PLAIN and self.switch.stale:
-            self.on_drop()
+            self.hooks.on_stale_run()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -208,10 +197,6 @@ class FlowObserver:
 
     # -- what the flush reads ------------------------------------------------------------------------------------------
 
-    def points(self) -> list[PointKey]:
-        """The points in depth order."""
-        return self.calls.points()
-
     def labels(self, points: list[PointKey]) -> tuple[str, ...]:
         """Module paths of the points; `path:input` for x_0, `path#call` where a module is called several times."""
         if points != self._labelled[0]:
@@ -238,62 +223,3 @@ class FlowObserver:
         """Forget this step's Python-side counts, slow material and remembered positions."""
         self.calls.forget(sampled=self.switch.sampling)
         self.seen.forget()
-
-    @property
-    def rows(self) -> dict[PointKey, int]:
-        """The row of each point."""
-        return self.seen.numbers
-
-    @property
-    def sharded(self) -> set[PointKey]:
-        """Points of which ranks of the same batch hold a part each."""
-        return self.seen.sharded
-
-    @property
-    def runs(self) -> int:
-        """Grows whenever blocks run with gradient."""
-        return self.calls.runs
-
-    @property
-    def forward_calls(self) -> dict[PointKey, int]:
-        """How often each point was called in this step."""
-        return self.calls.forward
-
-    @property
-    def tracked_calls(self) -> dict[PointKey, int]:
-        """How often each point could give a gradient."""
-        return self.calls.tracked
-
-    @property
-    def depth(self) -> bool:
-        """Whether its hidden states are compared with one another."""
-        return any(isinstance(measure, Cosines) for measure in self.seen.measures)
-
-    @property
-    def grams(self) -> dict[PointKey, Tensor]:
-        """Of the step's slow schedule."""
-        return next((measure.grams for measure in self.seen.measures if isinstance(measure, Rank)), {})
-
-    @property
-    def slices(self) -> dict[PointKey, Tensor]:
-        """Likewise."""
-        return next((measure.slices for measure in self.seen.measures if isinstance(measure, Rank)), {})
-
-    @property
-    def widths(self) -> dict[PointKey, int]:
-        """Of the points of a flow that concatenates."""
-        return next((measure.widths for measure in self.seen.measures if isinstance(measure, Widths)), {})
-
-
-def _measures(
-    flow: Flow, config: WatchConfig, hooks: Hooks, buffer: DepositBuffer, *, streams: bool
-) -> list[PointMeasure]:
-    measures: list[PointMeasure] = [AddedNorms(Norms(), buffer, statistics.SQUARE)]
-    if "depth" in config.metrics and flow.kind in ("blocks", "stage", "chain", "concat") and not streams:
-        measures.append(Cosines(buffer, statistics.TO_INPUT, config.positions, origin_first=flow.entry is None))
-        measures.append(Rank(hooks.switch))
-    if flow.kind == "concat":
-        measures.append(Widths())
-    firsts, _ = placed(hooks.statistics, statistics.COLUMNS)
-    further = zip(hooks.statistics, firsts, strict=True)
-    return measures + [Stranger(statistic, buffer, at, hooks.faults) for statistic, at in further]
