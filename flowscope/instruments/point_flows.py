@@ -19,13 +19,16 @@ from flowscope.discovery.view import ModelView
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
-from flowscope.instruments import cosines, gradient_flow, rank, widths
+from flowscope.instruments.cosines import METRICS as COSINES
 from flowscope.instruments.cosines import Cosines
+from flowscope.instruments.gradient_flow import METRICS as GRADIENT_FLOW
 from flowscope.instruments.gradient_flow import AddedNorms, Norms
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.merge_sites import group_by_flow
 from flowscope.instruments.point_rows import PointRows
+from flowscope.instruments.rank import METRICS as RANK
 from flowscope.instruments.rank import Rank
+from flowscope.instruments.widths import METRICS as WIDTHS
 from flowscope.instruments.widths import Widths
 from flowscope.probes import compiled
 from flowscope.probes.buffer import DepositBuffer
@@ -41,7 +44,7 @@ class PointFlows(Instrument):
     name = "flows"
     families = ("flow", "depth")
     counts_canary = True
-    metrics = (*gradient_flow.METRICS, *cosines.METRICS, *rank.METRICS, *widths.METRICS)
+    metrics = (*GRADIENT_FLOW, *COSINES, *RANK, *WIDTHS)
     buffer: DepositBuffer
 
     def __init__(self, config: WatchConfig) -> None:

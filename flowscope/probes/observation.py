@@ -36,8 +36,11 @@ EVENTS = (
     "after_update",
     "update_failed",
     "close",
+    "runs",
+    "expects",
+    "replicated",
 )
-"""Methods of `Instrument` that are told of what happens; but for the first two, only where there is one of its own."""
+"""Methods of `Instrument` that are told of what happens or asked; but for the first two, only where it has its own."""
 
 
 class Observation:
@@ -109,6 +112,11 @@ class Observation:
         for fuse, method in self._told[event]:
             self.faults.guard(fuse, partial(method, *args, **named))
 
+    def _answers(self, question: str, *args: Any) -> list[Any]:
+        """What the instruments say that have an answer."""
+        asked = (self.faults.guard(fuse, method, *args) for fuse, method in self._told[question])
+        return [answer for answer in asked if answer is not None]
+
     # -- hooks of the root ------------------------------------------------------------------------------------------
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,7 +150,7 @@ class Observation:
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
-        return self.passes.forwards + sum(instrument.runs() for instrument in self.instruments)
+        return int(sum(self._answers("runs"), self.passes.forwards))
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -210,12 +218,12 @@ class Observation:
 
     def layout(self) -> list[Any]:
         """What ranks must have in common for their numbers to add up."""
-        return [[instrument.fuse, instrument.layout()] for instrument in self.instruments]
+        return [[i.fuse, self.faults.guard(i.fuse, i.layout)] for i in self.instruments]
 
     def expects(self, part: str) -> bool:
         """Whether a part of the all-reduce vector that the ranks once had in common may still come."""
-        return all(instrument.expects(part) for instrument in self.instruments)
+        return all(self._answers("expects", part))
 
     def replicated(self) -> NDArray[np.bool_] | None:
         """Which of `Snapshot.replicas` are the same on all ranks; None where nothing is compared."""
-        return next((found for i in self.instruments if (found := i.replicated()) is not None), None)
+        return next(iter(self._answers("replicated")), None)

@@ -49,7 +49,8 @@ class Snapshot:
             sharing: this rank's share.
             agreed: names and sizes of the parts that the ranks are known to have in common.
         """
-        return [part for _, taken in self._taken for part in parts_of(taken, sharing, agreed, self._sums)]
+        made = [self._faults.guard(fuse, parts_of, taken, sharing, agreed, self._sums) for fuse, taken in self._taken]
+        return [part for parts in made for part in parts or ()]
 
     def join(self, optimizer: Any) -> None:
         """An optimizer found only now is about to make the second half of this step's update."""
