@@ -75,6 +75,9 @@ class WatchConfig(BaseModel):
     stream_cosine: float = Field(0.999, gt=0, le=1, description="cosine between streams that had parted (heuristic)")
     stream_unused: float = Field(0.05, gt=0, description="least column sum of a used stream (heuristic; mHC: .4)")
     mixing_gain: float = Field(10.0, gt=1, description="composite gain of streams (heuristic; mHC 1.6, HC 3000)")
+    attention_logit: float = Field(
+        100.0, gt=0, description="largest attention logit that grew (Kimi K2: QK-Clip at 100)"
+    )
     expert_dead: float = Field(0.5, gt=0, lt=1, description="experts without a token (heuristic)")
     expert_violation: float = Field(3.0, gt=0, description="MaxVio (heuristic; balanced .04 to .72)")
     solver_growth: float = Field(4.0, gt=1, description="evaluations over the first records' median (heuristic)")

@@ -20,7 +20,7 @@ Shape = Literal["profile", "matrix", "stack"]
 Rows = Literal["points", "blocks", "sites", "modules", "parameters", "model"]
 Ranks = Literal["sum", "first", "whole"]
 
-VIEWS = ("Gradient", "Depth", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
+VIEWS = ("Gradient", "Depth", "Attention", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
 _CHOICES = {"scale": get_args(Scale), "shape": get_args(Shape), "rows": get_args(Rows), "ranks": get_args(Ranks)}
 _BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 

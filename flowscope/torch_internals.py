@@ -101,6 +101,11 @@ def compiler_was_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled by itself (`module.compile()`), or is what torch.compile returned."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 # -- function modes and subclasses ------------------------------------------------------------------------------------
 
 without_subclasses = torch._C.DisableTorchFunctionSubclass
@@ -129,6 +134,14 @@ def _callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def in_compiled_call() -> bool:
+    """Whether what runs was called through torch.compile; tried on torch 2.13.0."""
+    return compiler_was_imported() and any(
+        frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py")
+        for frame in _callers()
+    )
 
 
 def in_reentrant_checkpoint() -> bool:

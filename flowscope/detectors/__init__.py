@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
+from flowscope.detectors.attention import AttentionLogits
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
@@ -56,6 +57,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     ExpertCollapse,
     SolverUnconverged,
     SolverCost,
+    AttentionLogits,
     VanishingGradient,
     ExplodingGradient,
     UpdateTooLarge,

@@ -14,6 +14,7 @@ from flowscope.config import WatchConfig
 from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.instruments.alignment import BranchAlignment
+from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.instrument import Instrument, Taken
@@ -53,6 +54,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Outputs,
     Routing,
     Solvers,
+    Attention,
 )
 
 

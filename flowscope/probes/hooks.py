@@ -159,10 +159,21 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
         return self._handles[-1]
 
-    def after(self, module: nn.Module, part: str, observe: Callable[..., None], switch: Switch | None = None) -> Any:
-        """Call `observe(module, args, kwargs, output)` after each forward of `module`; likewise."""
+    def after(
+        self,
+        module: nn.Module,
+        part: str,
+        observe: Callable[..., None],
+        switch: Switch | None = None,
+        *,
+        always: bool = False,
+    ) -> Any:
+        """Call `observe(module, args, kwargs, output)` after each forward of `module`; likewise.
+
+        With `always`, also where the forward raises.
+        """
         hook = Hook(part, observe, self.faults, switch)
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
         return self._handles[-1]
 
     def before_accumulation(

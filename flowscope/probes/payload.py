@@ -35,6 +35,7 @@ class Sharing:
         divisor: how often a rank's gradients are too large, because the gradients of all are averaged.
         first: whether this rank is the first of those that add up.
         first_rank: that first one's global rank.
+        rank: this rank's place among them.
     """
 
     ranks: int
@@ -44,6 +45,7 @@ class Sharing:
     divisor: float
     first: bool
     first_rank: int
+    rank: int
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class Group:
 
     def sharing(self, device: torch.device) -> Sharing:
         """This rank's share in the sum."""
-        return Sharing(self.size, device, self.states, self.replicas, self.averaged, self.first, self.first_rank)
+        first, rank = (self.first, self.first_rank), dist.get_rank(self.process_group)
+        return Sharing(self.size, device, self.states, self.replicas, self.averaged, *first, rank)
 
 
 def several_processes() -> bool:
