@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from attention_models import NAMES, B, D, H, Stack, T, data, logits_of, naive
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from two_ranks import torchrun
 from watch_models import close_to, watched
 
 import flowscope
@@ -386,3 +389,13 @@ def test_flex_attention_forward(how: str) -> None:
     for name in NAMES:
         close_to(scope.records[0][name], [truth[name]], rtol=1e-5)
     torch.compiler.reset()
+
+
+def test_two_ranks_say_what_one_process_says_of_the_whole_batch(tmp_path: Path) -> None:
+    torchrun("attention_ranks.py", str(tmp_path), limit=120)
+    torch.manual_seed(0)
+    truth = [naive([logits]) for logits in logits_of(Stack(), data(batch=6))]
+    for rank in range(2):
+        for record in json.loads((tmp_path / f"{rank}.json").read_text()):
+            for name in NAMES:
+                close_to(np.array(record[name]), [row[name] for row in truth], rtol=1e-5)
