@@ -153,18 +153,6 @@ class StepDriver:
 
     # -- actions (flowscope.steps.phase.Action) ------------------------------------------------------------------------
 
-    def _drop(self, optimizer: Any) -> None:
-        self.observation.drop()
-
-    def _review(self, optimizer: Any) -> None:
-        self.observation.review()
-
-    def _replay(self, optimizer: Any) -> None:
-        self.observation.replay()
-
-    def _remember(self, optimizer: Any) -> None:
-        self.observation.before_update()
-
     def _note_scale(self, optimizer: Any) -> None:
         in_step = optimizer is not None
         known = self._scaler.scale() if self._scaler is not None else None
@@ -180,16 +168,13 @@ class StepDriver:
             self.observation.read_gradients()
         self.observation.after_update()
 
-    def _forget(self, optimizer: Any) -> None:
-        self.observation.update_failed()
-
     def _join(self, optimizer: Any) -> None:
         if (newest := self.ended.newest) is not None and newest.snapshot is not None:
             newest.snapshot.join(optimizer)
         # where optimizers step inside backward, the rest of that backward belongs to the step that ended
         self.observation.drop()
 
-    def _end(self, optimizer: Any, *flags: str) -> None:
+    def _end(self, *flags: str) -> None:
         found_inf, self._found_inf = self._found_inf, []
         snapshot = None
         if self._machine.observing:
@@ -210,9 +195,6 @@ class StepDriver:
         self.begin()
         self._guard("ranks", partial(self.ranks.step_ended, ended, sampled=sampled))
         self._guard("records", self.ended.finish)
-
-    def _skip(self, optimizer: Any) -> None:
-        self._end(optimizer, "skipped")
 
     def begin(self) -> None:
         """Begin the step under way: decide whether it is sampled."""
@@ -277,15 +259,15 @@ class StepDriver:
 
 
 CARRY_OUT: dict[Action, Callable[[StepDriver, Any], None]] = {
-    Action.DROP: StepDriver._drop,
-    Action.REVIEW: StepDriver._review,
-    Action.REPLAY: StepDriver._replay,
-    Action.REMEMBER: StepDriver._remember,
+    Action.DROP: lambda driver, _: driver.observation.drop(),
+    Action.REVIEW: lambda driver, _: driver.observation.review(),
+    Action.REPLAY: lambda driver, _: driver.observation.replay(),
+    Action.REMEMBER: lambda driver, _: driver.observation.before_update(),
     Action.SCALE: StepDriver._note_scale,
     Action.READ: StepDriver._read,
     Action.MEASURE: StepDriver._measure,
-    Action.FORGET: StepDriver._forget,
+    Action.FORGET: lambda driver, _: driver.observation.update_failed(),
     Action.JOIN: StepDriver._join,
-    Action.END: StepDriver._end,
-    Action.SKIP: StepDriver._skip,
+    Action.END: lambda driver, _: driver._end(),
+    Action.SKIP: lambda driver, _: driver._end("skipped"),
 }
