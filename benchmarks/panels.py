@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flowscope.panels import assets, write_report
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import Run, TensorBoardSink
+from flowscope.views import assets, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

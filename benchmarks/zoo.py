@@ -26,9 +26,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-from flowscope.discovery.sites import find_sites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.wrapping import connections, unwrap, wrap
+from flowscope.model.sites import find_sites
 
 TINY: dict[int, str] = {
     64: "hidden_size d_model n_embd dim embed_dim embedding_size embedding_dim word_embed_proj_dim",

@@ -20,8 +20,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from flowscope.panels.report import write_report
 from flowscope.sinks import read_run
+from flowscope.views.report import write_report
 
 RUNS = Path("runs/demo")
 IMAGES = Path("docs/images")

@@ -37,12 +37,12 @@ _moved.install()
 
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig
-    from flowscope.discovery.flows import find_flows
-    from flowscope.discovery.sites import find_sites
     from flowscope.extras.skipping import skip_by_gates
     from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
     from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
     from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
+    from flowscope.model.flows import find_flows
+    from flowscope.model.sites import find_sites
     from flowscope.probes.jacobian import jacobian_spectrum
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
@@ -54,7 +54,7 @@ _HOMES = {
     "unwrap": "flowscope.merging.wrapping",
     "is_wrapped": "flowscope.merging.wrapping",
     "connections": "flowscope.merging.wrapping",
-    "find_sites": "flowscope.discovery.sites",
+    "find_sites": "flowscope.model.sites",
     "gate_profile": "flowscope.merging.profile",
     "keep_gates": "flowscope.merging.profile",
     "GateProfile": "flowscope.merging.profile",
@@ -62,7 +62,7 @@ _HOMES = {
     "param_groups": "flowscope.merging.training",
     "warmup_steps": "flowscope.merging.training",
     "clip_grad_norm_": "flowscope.merging.training",
-    "find_flows": "flowscope.discovery.flows",
+    "find_flows": "flowscope.model.flows",
     "jacobian_spectrum": "flowscope.probes.jacobian",
     "WatchConfig": "flowscope.config",
     "Record": "flowscope.records",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -24,6 +25,15 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
 }
 """Old module -> the modules that hold its names now, asked in this order."""
+FOLDERS = {"flowscope.discovery": "flowscope.model", "flowscope.panels": "flowscope.views"}
+"""Old folder -> where its modules are now, by their old names."""
+
+
+def homes(old: str) -> tuple[str, ...]:
+    """The modules that hold the names of an old one; none for one that was only a folder."""
+    folder, _, name = old.rpartition(".")
+    home = f"{FOLDERS[folder]}.{name}" if folder in FOLDERS else ""
+    return MOVED.get(old) or ((home,) if home and importlib.util.find_spec(home) else ())
 
 
 class MovedModules(MetaPathFinder, Loader):
@@ -31,7 +41,7 @@ class MovedModules(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         """Return how an old module is made, None for any other."""
-        if any(old == name or old.startswith(f"{name}.") for old in MOVED):
+        if homes(name) or any(old == name or old.startswith(f"{name}.") for old in (*MOVED, *FOLDERS)):
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -40,7 +50,7 @@ class MovedModules(MetaPathFinder, Loader):
         old = module.__name__
 
         def moved(name: str) -> Any:
-            for home in () if name.startswith("__") else MOVED.get(old, ()):
+            for home in () if name.startswith("__") else homes(old):
                 if hasattr(found := importlib.import_module(home), name):
                     return getattr(found, name)
             raise AttributeError(f"module {old!r} has no attribute {name!r}")

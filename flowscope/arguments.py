@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.detectors import Detector
-from flowscope.discovery.structure import is_scripted
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import Instrument
+from flowscope.model.structure import is_scripted
 from flowscope.records import Alert
 from flowscope.schedule import Schedule
 from flowscope.sinks import Sink

@@ -131,7 +131,7 @@ def _summary(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from flowscope.panels.report import write_report
+    from flowscope.views.report import write_report
 
     paths = [arguments.run, *getattr(arguments, "others", ())]
     runs = {name: _read(path) for name, path in zip(run_names(paths), paths, strict=True)}

@@ -25,11 +25,11 @@ from flowscope.arguments import (
 )
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import Detector
-from flowscope.discovery.plan import FlowPlan, display_path
-from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
 from flowscope.instruments import Instrument, specs_of
+from flowscope.model.plan import FlowPlan, display_path
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.observation import Observation
 from flowscope.ranks.groups import is_first_process
@@ -254,7 +254,7 @@ class Scope:
         Raises:
             FlowscopeError: there is no record yet, or the file cannot be written.
         """
-        from flowscope.panels.report import write_report
+        from flowscope.views.report import write_report
 
         records, alerts = self.records, self.alerts
         if not records:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowscope.discovery.plan import Flow
 from flowscope.hooks.calls import ENTRY, MAX_CALLS, Calls
+from flowscope.model.plan import Flow
 
 X0 = (ENTRY, 0)
 

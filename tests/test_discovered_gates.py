@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import flowscope
-from flowscope.discovery.view import ModelView
+from flowscope.model.view import ModelView
 from flowscope.records import Record
 
 

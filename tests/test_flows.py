@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flowscope
-from flowscope.discovery.flows import Flow, FlowPlan, display_path, find_flows
 from flowscope.errors import FlowscopeError
+from flowscope.model.flows import Flow, FlowPlan, display_path, find_flows
 
 
 def paths(prefix: str, count: int) -> tuple[str, ...]:

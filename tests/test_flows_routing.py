@@ -15,8 +15,8 @@ from flows_models import IN, MixtureStack, T, inputs, record_of, square
 from torch import Tensor, nn
 
 import flowscope
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.routing import route_metrics, route_sums
+from flowscope.model.view import ModelView
 from flowscope.records import Record
 
 BATCH, LENGTH, WORDS = 3, 7, 40

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowscope.discovery.flows import find_flows
+from flowscope.model.flows import find_flows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 transformers = pytest.importorskip("transformers")

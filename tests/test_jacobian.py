@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from flowscope.discovery.plan import Flow
 from flowscope.errors import FlowscopeError
+from flowscope.model.plan import Flow
 from flowscope.probes import jacobian as module_under_test
 from flowscope.probes.hooks import MASK
 from flowscope.probes.jacobian import jacobian_spectrum

@@ -14,15 +14,15 @@ import torch
 import flowscope
 from benchmarks import metric_tables
 from flowscope import plot, recorder
-from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS, PointStatistic, instruments_for
 from flowscope.metrics import Metric, of_0_1, spec_of
-from flowscope.panels.overview import RunView, place
-from flowscope.panels.report import report_payload
+from flowscope.model.view import ModelView
 from flowscope.ranks.ranks import is_local
 from flowscope.records import Alert, Record, RunHeader, split_key
 from flowscope.sinks import MemorySink, Run, depth_profile_text, reduction
+from flowscope.views.overview import RunView, place
+from flowscope.views.report import report_payload
 
 
 def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:

@@ -14,7 +14,7 @@ from wrap_models import ConvNet, PostNormBlock, PreNormBlock
 from wrap_models import Stack as Wrappable
 
 import flowscope
-from flowscope.discovery.view import ModelView
+from flowscope.model.view import ModelView
 
 
 class Attention(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from watch_models import close_to, watched
 
-from flowscope.discovery.structure import keeps_statistics
 from flowscope.instruments.batch_norm import ENTRIES, norm_gap, some_of
+from flowscope.model.structure import keeps_statistics
 from flowscope.records import Record
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 2)}

@@ -27,8 +27,8 @@ ANY = {"numpy", "pydantic", "scipy"}
 WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
-WRAPPING = {"flowscope.discovery", "flowscope.merging", "flowscope.probes"}
-MEASURING = ANY | PLAIN | TORCH | {"flowscope.discovery", "flowscope.probes"}
+WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.probes"}
+MEASURING = ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.probes"}
 CENTRE = ("observation", "snapshot", "sharing", "passes")
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
@@ -48,13 +48,13 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.probes", MEASURING),
     ("flowscope.hooks", MEASURING | {"flowscope.hooks"}),
     ("flowscope.instruments", MEASURING | {"flowscope.hooks", "flowscope.instruments", "flowscope.metrics"}),
-    ("flowscope.discovery", ANY | PLAIN | {"torch", "flowscope.discovery"}),
+    ("flowscope.model", ANY | PLAIN | {"torch", "flowscope.model"}),
     ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
     ("flowscope.merging", ANY | PLAIN | TORCH | WRAPPING),
     ("flowscope.torch_internals", {"torch"}),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
     ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
-    ("flowscope.panels", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.panels"}),
+    ("flowscope.views", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.views"}),
 )
 
 

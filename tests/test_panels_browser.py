@@ -25,9 +25,9 @@ from panels_run import (
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from flowscope.panels import write_report
 from flowscope.records import Record
 from flowscope.sinks import read_run, summaries
+from flowscope.views import write_report
 
 TIMEOUT = 20_000
 

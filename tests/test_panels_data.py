@@ -14,9 +14,9 @@ from panels_run import ENCODER, EVIL, HEADER, STEPS, alerts, product, record, wr
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import VIEWS, spec_of, told_by_0_1
-from flowscope.panels import assets, overview, report, series, write_report
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import Run, read_run
+from flowscope.views import assets, overview, report, series, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = float("nan")

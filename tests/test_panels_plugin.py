@@ -20,10 +20,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from werkzeug.test import Client
 
-from flowscope.panels import assets
-from flowscope.panels.plugin import SAMPLES, FlowLoader
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import TensorBoardSink, summaries
+from flowscope.views import assets
+from flowscope.views.plugin import SAMPLES, FlowLoader
 
 WITHOUT_TORCH = """
 import sys

@@ -11,9 +11,9 @@ import wrap_models as models
 from torch import nn
 from wrap_models import B, D, T
 
-from flowscope.discovery.sites import find_sites
-from flowscope.discovery.tracing import trace_block
 from flowscope.errors import FlowscopeError
+from flowscope.model.sites import find_sites
+from flowscope.model.tracing import trace_block
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 BART = {"vocab_size": 50, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from watch_models import Stack, close_to, data, loss_of, train, watched
 
-from flowscope.panels.report import report_payload
 from flowscope.sinks import read_run
 from flowscope.sinks.memory import MemorySink
 from flowscope.steps.losses import MOST, LateLoss, LossesSinceRecord, StepLoss
+from flowscope.views.report import report_payload
 
 
 def test_every_record_has_the_losses_since_the_one_before() -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from flowscope.discovery.nested import map_tensors, nested_tensors
+from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.probes.tensors import first_tensor, replace_first
 
 IDS = torch.arange(15).view(3, 5)

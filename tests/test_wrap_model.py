@@ -15,9 +15,9 @@ import wrap_models as models
 from torch import nn
 from wrap_models import D
 
-from flowscope.discovery.sites import find_sites, plan_sites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
+from flowscope.model.sites import find_sites, plan_sites
 
 PRESERVING = [
     ("residual", {}),

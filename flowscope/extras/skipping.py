@@ -25,13 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.example_inputs import as_call, evaluating
-from flowscope.discovery.sites import uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.extras.skipped_block import Decision, SkippedBlock
 from flowscope.merging.connection import Connection
 from flowscope.merging.profile import gated_connections
 from flowscope.merging.weaving import WovenChild
+from flowscope.model.example_inputs import as_call, evaluating
+from flowscope.model.sites import uncompiled
 
 Loss = Callable[[nn.Module, Any], Any]
 

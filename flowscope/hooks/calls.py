@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowscope.discovery.plan import Flow
+from flowscope.model.plan import Flow
 from flowscope.probes.layout import derives_from, floating_tensors, node_number
 
 ENTRY = -1

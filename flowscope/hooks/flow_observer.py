@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.plan import Flow, display_path
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
 from flowscope.hooks.points import Deposits, PointMeasure
+from flowscope.model.plan import Flow, display_path
 from flowscope.probes import statistics
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
@@ -33,6 +32,7 @@ from flowscope.instruments.units import Units
 from flowscope.instruments.weight_spread import WeightSpread
 from flowscope.instruments.wiring import Wiring
 from flowscope.metrics import Metric
+from flowscope.model.view import ModelView
 from flowscope.specs import OTHERS
 
 __all__ = ["BUILT_IN", "METRICS", "Instrument", "PointStatistic", "Taken", "instruments_for", "specs_of"]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks, in_backward, masked
 from flowscope.probes.layout import hidden_input, hidden_output, is_compiling
 from flowscope.probes.record_builder import RecordBuilder

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.record_builder import RecordBuilder

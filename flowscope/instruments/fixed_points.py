@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.structure import keeps_statistics
+from flowscope.model.structure import keeps_statistics
 from flowscope.probes.hooks import masked
 from flowscope.probes.statistics import full_precision
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.gates import GateCandidate
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
+from flowscope.model.gates import GateCandidate
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes import products, site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks, in_backward

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.config import Family, WatchConfig
-from flowscope.discovery.view import ModelView
 from flowscope.metrics import Metric
+from flowscope.model.view import ModelView
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import Part, Sharing

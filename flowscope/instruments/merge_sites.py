@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.view import ModelView
 from flowscope.errors import FlowscopeError
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.metrics import Metric
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.view import ModelView
 from flowscope.probes import site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hook, Hooks, in_backward

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.structure import is_time
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.model.plan import display_path
+from flowscope.model.structure import is_time
+from flowscope.model.view import ModelView
 from flowscope.probes import summaries
 from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling, node_number

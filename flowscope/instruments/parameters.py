@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.carried_gradients import CarriedGradients
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
@@ -25,6 +24,7 @@ from flowscope.instruments.raw_gradients import RawGradients, entries
 from flowscope.instruments.weight_samples import WeightSamples
 from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.norms import Number, norms
 from flowscope.probes.payload import Part, Sharing, local

@@ -14,8 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import Flow
-from flowscope.discovery.view import ModelView
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
@@ -30,6 +28,8 @@ from flowscope.instruments.rank import METRICS as RANK
 from flowscope.instruments.rank import Rank
 from flowscope.instruments.widths import METRICS as WIDTHS
 from flowscope.instruments.widths import Widths
+from flowscope.model.plan import Flow
+from flowscope.model.view import ModelView
 from flowscope.probes import compiled
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.discovery.parameters import ParameterList
+from flowscope.model.parameters import ParameterList
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.norms import Number, norms

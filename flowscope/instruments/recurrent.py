@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.replay import Replay, replay_gradients
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.view import ModelView
 from flowscope.probes import site_summaries, summaries
 from flowscope.probes.hooks import Hooks, masked
 from flowscope.probes.layout import is_compiling

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.nested import nested_tensors
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.routers import Router
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.metrics import Metric
+from flowscope.model.nested import nested_tensors
+from flowscope.model.plan import display_path
+from flowscope.model.routers import Router
+from flowscope.model.view import ModelView
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.payload import local

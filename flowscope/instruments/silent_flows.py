@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes import compiled
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.record_builder import RecordBuilder

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.structure import is_time
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.plan import display_path
+from flowscope.model.structure import is_time
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks, in_backward
 from flowscope.probes.layout import floating_tensors, is_compiling
 from flowscope.probes.payload import from_host, local

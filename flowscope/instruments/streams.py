@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.hyper_connections import KnownConnection, by_flow
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument
 from flowscope.instruments.merge_sites import Group, SitesOfAFlow, group_by_flow
+from flowscope.model.hyper_connections import KnownConnection, by_flow
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes import site_statistics, site_summaries
 from flowscope.probes.buffer import DepositBuffer
 from flowscope.probes.hooks import Hooks

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.probes.payload import Part, Sharing, flat, local, pack, packed_size, unpack

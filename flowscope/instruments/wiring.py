@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowscope.discovery.parameters import ParameterList
-from flowscope.discovery.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.parameters import ParameterList
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.record_builder import RecordBuilder
 

@@ -60,10 +60,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.observed import NormInput, SiteSums
 from flowscope.metrics import Metric
+from flowscope.model.sites import BlockSites
 from flowscope.probes.site_summaries import norm_factor
 
 State = Tensor | tuple[Tensor, ...] | None

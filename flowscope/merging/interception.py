@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flowscope.discovery.tracing import ADDS, CASTS, SiteRule
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
+from flowscope.model.tracing import ADDS, CASTS, SiteRule
 from flowscope.torch_internals import newest_mode, without_newest_mode
 
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flowscope.discovery.sites import BlockSites, SitePlan
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext, NormKind
 from flowscope.merging.interception import BlockRule
+from flowscope.model.sites import BlockSites, SitePlan
 
 
 def servable(plan: SitePlan, rule: type[Connection]) -> SitePlan:

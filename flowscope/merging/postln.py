@@ -8,7 +8,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import (
     Connection,
@@ -18,6 +17,7 @@ from flowscope.merging.connection import (
     common_dtype,
     without_autocast,
 )
+from flowscope.model.sites import BlockSites
 from flowscope.probes.site_summaries import ALPHA
 
 _EPS = 1e-6

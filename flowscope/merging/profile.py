@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flowscope.discovery.example_inputs import as_call, evaluating
-from flowscope.discovery.sites import uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.merging.gates import GatedConnection
+from flowscope.model.example_inputs import as_call, evaluating
+from flowscope.model.sites import uncompiled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import (
     Connection,
@@ -28,6 +27,7 @@ from flowscope.merging.connection import (
     without_autocast,
 )
 from flowscope.merging.observed import BranchInput, ResidualMix, Streams, Write
+from flowscope.model.sites import BlockSites
 
 Coefficients = tuple[Tensor, Tensor, Tensor]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.nested import nested_tensors
-from flowscope.discovery.sites import SitePlan, Trial, untouched
 from flowscope.errors import FlowscopeError
+from flowscope.model.nested import nested_tensors
+from flowscope.model.sites import SitePlan, Trial, untouched
 
 
 def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> Any:

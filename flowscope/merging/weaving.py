@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowscope.discovery.sites import BlockSites
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
 from flowscope.merging.interception import BlockRule, run_block, run_child
 from flowscope.merging.modes import Rule, make_connection
+from flowscope.model.sites import BlockSites
 
 logger = logging.getLogger("flowscope")
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from flowscope.discovery.sites import SitePlan, plan_sites, uncompiled
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ModeOptions
 from flowscope.merging.idle import freeze_idle, thaw_idle
@@ -24,6 +23,7 @@ from flowscope.merging.placement import block_rule, contexts, servable
 from flowscope.merging.stream_outputs import ReduceHiddenStates
 from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference
 from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
+from flowscope.model.sites import SitePlan, plan_sites, uncompiled
 
 logger = logging.getLogger("flowscope")
 

@@ -18,9 +18,9 @@ from scipy.sparse.linalg import ArpackError, LinearOperator, svds
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from flowscope.discovery.flows import find_flows
-from flowscope.discovery.plan import Flow
 from flowscope.errors import FlowscopeError
+from flowscope.model.flows import find_flows
+from flowscope.model.plan import Flow
 from flowscope.probes.segment import Inputs, Segment, quiet
 from flowscope.records import match_flow
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.nested import nested_tensors
+from flowscope.model.nested import nested_tensors
 from flowscope.torch_internals import sequence_number
 
 HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")

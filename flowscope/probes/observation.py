@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.view import ModelView
 from flowscope.faults import Faults
 from flowscope.instruments import Instrument, instruments_for
+from flowscope.model.view import ModelView
 from flowscope.probes.buffer import HostCopy
 from flowscope.probes.hooks import Hooks, Switch
 from flowscope.probes.layout import floating_tensors, is_compiling

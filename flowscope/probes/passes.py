@@ -11,8 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from flowscope.discovery.parameters import ParameterList
 from flowscope.instruments.raw_gradients import spread
+from flowscope.model.parameters import ParameterList
 from flowscope.probes.hooks import Switch
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowscope.discovery.example_inputs import evaluating
-from flowscope.discovery.nested import map_tensors, nested_tensors
-from flowscope.discovery.plan import Flow
 from flowscope.errors import FlowscopeError
+from flowscope.model.example_inputs import evaluating
+from flowscope.model.nested import map_tensors, nested_tensors
+from flowscope.model.plan import Flow
 from flowscope.probes.hooks import masked
 from flowscope.probes.tensors import first_tensor, replace_first
 from flowscope.torch_internals import compiler_was_imported

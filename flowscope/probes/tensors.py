@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowscope.discovery.nested import map_tensors, nested_tensors
+from flowscope.model.nested import map_tensors, nested_tensors
 
 
 def first_tensor(value: Any, like: Tensor | None = None) -> Tensor | None:

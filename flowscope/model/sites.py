@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flowscope.discovery.example_inputs import Call, as_call, block_calls, default_calls, describe, evaluating, runnable
-from flowscope.discovery.flows import find_flows
-from flowscope.discovery.nested import nested_tensors
-from flowscope.discovery.plan import aligned
-from flowscope.discovery.tracing import TracedBlock, trace_block
 from flowscope.errors import FlowscopeError
+from flowscope.model.example_inputs import Call, as_call, block_calls, default_calls, describe, evaluating, runnable
+from flowscope.model.flows import find_flows
+from flowscope.model.nested import nested_tensors
+from flowscope.model.plan import aligned
+from flowscope.model.tracing import TracedBlock, trace_block
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from flowscope.discovery.blocks import Candidate, Search, blocks_of, find_lone_blocks
-from flowscope.discovery.chains import find_chains
-from flowscope.discovery.plan import Flow, FlowPlan, display_path
-from flowscope.discovery.structure import Named, has_parameters, is_layer_sequence
 from flowscope.errors import FlowscopeError
+from flowscope.model.blocks import Candidate, Search, blocks_of, find_lone_blocks
+from flowscope.model.chains import find_chains
+from flowscope.model.plan import Flow, FlowPlan, display_path
+from flowscope.model.structure import Named, has_parameters, is_layer_sequence
 
 __all__ = ["Flow", "FlowPlan", "display_path", "find_flows"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.structure import outermost, required_arguments
 from flowscope.errors import FlowscopeError
+from flowscope.model.structure import outermost, required_arguments
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

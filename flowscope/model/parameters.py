@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.structure import is_norm
-from flowscope.discovery.tree import ModuleTree
+from flowscope.model.plan import display_path
+from flowscope.model.structure import is_norm
+from flowscope.model.tree import ModuleTree
 
 GONE = nn.Module()
 """Stands for a module that is no longer in the model: its parameters are not seen."""

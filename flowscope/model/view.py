@@ -12,13 +12,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from flowscope.discovery.flows import plan_flows
-from flowscope.discovery.gates import GateCandidate, find_gates
-from flowscope.discovery.hyper_connections import KnownConnection, find_hyper_connections
-from flowscope.discovery.parameters import ParameterList
-from flowscope.discovery.plan import FlowPlan, display_path
-from flowscope.discovery.routers import Router, find_routers
-from flowscope.discovery.structure import (
+from flowscope.errors import FlowscopeError
+from flowscope.model.flows import plan_flows
+from flowscope.model.gates import GateCandidate, find_gates
+from flowscope.model.hyper_connections import KnownConnection, find_hyper_connections
+from flowscope.model.parameters import ParameterList
+from flowscope.model.plan import FlowPlan, display_path
+from flowscope.model.routers import Router, find_routers
+from flowscope.model.structure import (
     Named,
     activation_kind,
     is_dynamics,
@@ -28,8 +29,7 @@ from flowscope.discovery.structure import (
     keeps_statistics,
     outermost,
 )
-from flowscope.discovery.tree import ModuleTree
-from flowscope.errors import FlowscopeError
+from flowscope.model.tree import ModuleTree
 
 
 class ModelView:

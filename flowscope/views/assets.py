@@ -19,13 +19,13 @@ _IMPORT = re.compile(r'^import \{[^}\n]*\} from "\./([a-z_]+\.js)";\n', re.MULTI
 def served() -> dict[str, str]:
     """Name -> media type of every file of web/. Requests are answered from this list, never from a path."""
     types = {".js": SCRIPTS, ".css": STYLES}
-    found = (entry.name for entry in (files("flowscope.panels") / "web").iterdir())
+    found = (entry.name for entry in (files("flowscope.views") / "web").iterdir())
     return {name: types[suffix] for name in sorted(found) for suffix in types if name.endswith(suffix)}
 
 
 def read(name: str) -> str:
     """The text of a file of web/."""
-    return (files("flowscope.panels") / "web" / name).read_text(encoding="utf-8")
+    return (files("flowscope.views") / "web" / name).read_text(encoding="utf-8")
 
 
 def joined(entry: str) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.structure import (
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.structure import (
     Named,
     children,
     is_activation,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flowscope.discovery.structure import LISTS, Named, is_ours
+from flowscope.model.structure import LISTS, Named, is_ours
 
 MOST = 256
 """So many modules are looked at, evenly spaced over the model."""

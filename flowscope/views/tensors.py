@@ -14,9 +14,9 @@ from tensorboard import errors, plugin_util
 from tensorboard.data.provider import RunTagFilter
 
 from flowscope.metrics import spec_of
-from flowscope.panels.overview import RunView
-from flowscope.panels.series import COLUMNS, Series, make_series
 from flowscope.records import Alert, RunHeader, split_key
+from flowscope.views.overview import RunView
+from flowscope.views.series import COLUMNS, Series, make_series
 
 PLUGIN_NAME = "flowscope"
 PREFIX = "flowscope/"

@@ -14,9 +14,10 @@ import numpy as np
 
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
-from flowscope.panels import assets
-from flowscope.panels.overview import RunView, overview_payload
-from flowscope.panels.series import (
+from flowscope.records import Alert, Record, RunHeader, split_key
+from flowscope.views import assets
+from flowscope.views.overview import RunView, overview_payload
+from flowscope.views.series import (
     COLUMNS,
     ROWS,
     Series,
@@ -26,7 +27,6 @@ from flowscope.panels.series import (
     thin_steps,
     to_json,
 )
-from flowscope.records import Alert, Record, RunHeader, split_key
 
 CELLS = 360_000
 """Numbers in a report, about 8 bytes each; beyond, steps and rows are thinned out."""

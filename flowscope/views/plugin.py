@@ -18,10 +18,10 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request
 
-from flowscope.panels import assets
-from flowscope.panels.overview import overview_payload
-from flowscope.panels.series import heat_payload, record_payload, to_json
-from flowscope.panels.tensors import PLUGIN_NAME, TensorReader, UnreadableError
+from flowscope.views import assets
+from flowscope.views.overview import overview_payload
+from flowscope.views.series import heat_payload, record_payload, to_json
+from flowscope.views.tensors import PLUGIN_NAME, TensorReader, UnreadableError
 
 SAMPLES = 2000
 """Records per metric that TensorBoard keeps in memory; its own default would be 10 or 100, by loader."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from flowscope.discovery.structure import Named, is_scripted
+from flowscope.model.structure import Named, is_scripted
 
 
 class ModuleTree:

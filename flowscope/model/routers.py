@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowscope.discovery.structure import Named, join
+from flowscope.model.structure import Named, join
 
 _EXPERTS = re.compile(r"(^|_)experts$", re.IGNORECASE)
 _SHARED = re.compile(r"shared|dense", re.IGNORECASE)

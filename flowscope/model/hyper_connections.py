@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.structure import Named
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.structure import Named
 
 _CLASSES = {
     ("hyper_connections.hyper_connections", "HyperConnections"): "dynamic",

@@ -10,8 +10,8 @@ from itertools import islice, pairwise
 
 from torch import nn
 
-from flowscope.discovery.plan import Flow, display_path
-from flowscope.discovery.structure import (
+from flowscope.model.plan import Flow, display_path
+from flowscope.model.structure import (
     LISTS,
     Named,
     children,

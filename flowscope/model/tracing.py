@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flowscope.discovery.nested import nested_tensors
+from flowscope.model.nested import nested_tensors
 
 ADDS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_})
 JOINS = frozenset({"cat", "concat", "concatenate", "addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
