@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.config import WatchConfig
-from flowscope.discovery.plan import display_path
-from flowscope.discovery.view import ModelView
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.probes.hooks import Hooks
