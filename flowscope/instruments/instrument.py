@@ -37,9 +37,9 @@ class Taken:
         tensors: on their devices.
         read: writes the metrics, from the host's copies of the tensors.
         adds_up: how the numbers of several ranks are combined. "table": one tensor a device, whose rows are fixed by
-            the structure of the model. "vector": one tensor, which not every step has. "": not, each rank keeps its
-            own. Or a function that makes the parts of the all-reduce vector: this rank's share, and the names and
-            sizes the ranks are known to have in common -> parts; `read` then finds their sums where the parts put them.
+            the structure of the model. "vector": one tensor, which not every step has. "": not, the record shows the
+            first rank's. Or a function that makes the parts of the all-reduce vector: this rank's share, and names and
+            sizes of what the ranks have in common -> parts; `read` then finds their sums where the parts put them.
         joined: told of an optimizer that was found only after the step, and makes the rest of its update.
         replicas: [N] numbers on a device, of which `Instrument.replicated` says which are the same on all ranks.
     """
