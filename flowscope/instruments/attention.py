@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.config import WatchConfig
-from flowscope.model.plan import display_path
-from flowscope.model.view import ModelView
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.plan import display_path
+from flowscope.model.view import ModelView
 from flowscope.probes.hooks import Hooks
 from flowscope.probes.layout import is_compiling
 from flowscope.probes.payload import Part, Sharing
