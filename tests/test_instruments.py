@@ -104,7 +104,7 @@ def test_what_is_no_instrument_is_refused(arguments: dict[str, Any], message: st
 
 @pytest.mark.parametrize("adds_up", ["table", "vector"])
 def test_two_ranks_add_up_what_says_so(adds_up: Any) -> None:
-    sharing = Sharing(2, torch.device("cpu"), True, 2, 2.0, True, 0)
+    sharing = Sharing(2, torch.device("cpu"), True, 2, 2.0, first=True, first_rank=0, rank=0)
     mine, other = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
     sums: dict[str, np.ndarray] = {}
     (part,) = parts_of(Taken("x", [mine], lambda out, parts: None, adds_up), sharing, {}, sums)
