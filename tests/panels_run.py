@@ -22,9 +22,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.plugins import base_plugin
+from werkzeug.test import Client
 
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import JsonlSink, TensorBoardSink
+from flowscope.views.plugin import SAMPLES, FlowLoader
 
 EVIL = "<img src=x onerror=alert(1)>"
 ENCODER = ("enc:input", "enc.0", EVIL, "enc.2", "enc.3")
@@ -188,6 +193,21 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+
+def client(logdir: Path) -> Any:
+    """Asks the plugin's routes about the runs of a folder, without a server: `ask(route, **query)`."""
+    multiplexer = EventMultiplexer(tensor_size_guidance={"flowscope": SAMPLES})
+    multiplexer.AddRunsFromDirectory(str(logdir))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(logdir))
+    plugin = FlowLoader().load(base_plugin.TBContext(data_provider=provider, logdir=str(logdir)))
+    routes = plugin.get_plugin_apps()
+
+    def ask(route: str, **query: Any) -> Any:
+        return json.loads(Client(routes[f"/{route}"]).get(f"/{route}", query_string=query).data)
+
+    return ask
 
 
 @contextlib.contextmanager

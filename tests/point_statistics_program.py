@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from own_instruments import ThirdMoment
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from watch_models import Stack, data, loss_of, sgd, watched
@@ -48,6 +49,10 @@ class GradientMoment(PointStatistic):
         return rows[:, 1] / rows[:, 2]
 
 
+OWN = (Kurtosis, GradientMoment, ThirdMoment)
+NAMES = (*(kind.name for kind in OWN), "act_rms")
+
+
 def kurtosis_of(*states: Tensor) -> float:
     entries = torch.cat([x.flatten() for x in states]).double().numpy()
     return float(np.mean(entries**4) / np.mean(entries**2) ** 2)
@@ -55,10 +60,10 @@ def kurtosis_of(*states: Tensor) -> float:
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, NDArray[np.float64]]:
     optimizer = sgd(model)
-    with watched(model, optimizer, instruments=[Kurtosis, GradientMoment]) as scope:
+    with watched(model, optimizer, instruments=OWN) as scope:
         loss_of(model, batch).backward()
         optimizer.step()
-    return {name: scope.records[0][name] for name in ("act_kurtosis", "grad_abs_mean", "act_rms")}
+    return {name: scope.records[0][name] for name in NAMES}
 
 
 def model() -> Stack:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from panels_run import ENCODER, EVIL, HEADER, STEPS, get, product, record, tensorboard, wait_for_runs, write_run
+from panels_run import ENCODER, EVIL, HEADER, STEPS, client, get, product, record, tensorboard, wait_for_runs, write_run
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -133,20 +133,6 @@ def test_scripts_are_served_as_scripts(server: str) -> None:
 
 
 # --- without a server -----------------------------------------------------------------------------------------------
-
-
-def client(logdir: Path) -> Any:
-    multiplexer = EventMultiplexer(tensor_size_guidance={"flowscope": SAMPLES})
-    multiplexer.AddRunsFromDirectory(str(logdir))
-    multiplexer.Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(logdir))
-    plugin = FlowLoader().load(base_plugin.TBContext(data_provider=provider, logdir=str(logdir)))
-    routes = plugin.get_plugin_apps()
-
-    def ask(route: str, **query: Any) -> Any:
-        return json.loads(Client(routes[f"/{route}"]).get(f"/{route}", query_string=query).data)
-
-    return ask
 
 
 def write_values(folder: Path, *values: Any, step: int = 0) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from point_statistics_program import GradientMoment, Kurtosis, kurtosis_of, two_halves
+from point_statistics_program import NAMES, GradientMoment, Kurtosis, kurtosis_of, two_halves
 from torch import Tensor, nn
 from two_ranks import RANKS, without_launcher
 from watch_models import Block, Checkpointed, Stack, data, loss_of, sgd, truth, watched
@@ -228,6 +228,6 @@ def test_two_ranks_add_up(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [0, 0], ended
     ranks = [np.load(tmp_path / f"{rank}.npz") for rank in RANKS]
     alone = two_halves()
-    for name in ("act_kurtosis", "grad_abs_mean", "act_rms"):
+    for name in NAMES:
         np.testing.assert_array_equal(ranks[0][name], ranks[1][name])
         np.testing.assert_allclose(ranks[0][name], alone[name], rtol=1e-5, err_msg=name)
