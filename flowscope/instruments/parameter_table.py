@@ -1,4 +1,4 @@
-"""What one step showed of the parameters: eight numbers each, how ranks add them up, and the metrics made of them.
+"""What one step showed of the parameters: nine numbers each, how ranks add them up, and the metrics made of them.
 
 Axis letters: N parameters, R the members of `Row`.
 """
@@ -37,6 +37,8 @@ class Row(IntEnum):
     """Whether the gradient is since then the same version of the same tensor."""
     CARRIED = 7
     """Norm of what `.grad` held before this step's gradients arrived."""
+    SAMPLED = 8
+    """Root of the number of sampled entries: as the norm of as many ones it adds up like the other norms."""
 
 
 SHARES = [Row.UNCHANGED, Row.UNTOUCHED]
@@ -152,11 +154,11 @@ class ParameterTable:
         """The metrics of `flowscope.specs.PARAMETERS` that come of these numbers, [N] or [1].
 
         param_norm, param_grad_norm: NaN where not read (frozen, gradient None), inf where the tensor holds non-finite
-        entries. update_ratio = |dw| / |w|; NaN where the weights were exactly zero before the step. param_unchanged:
-        the share of entries that stayed as they were. param_grad_norm_raw: the gradient norm before clipping, where it
-        was read or where nothing touched the gradient since. clip_ratio [1]: total gradient norm after over before,
-        NaN unless all of it is known. grad_carried [1]: what was in `.grad` before the step's gradients, over what the
-        step used.
+        entries. update_rms = sqrt(mean dw²). update_ratio = |dw| / |w|; NaN where the weights were exactly zero before
+        the step. param_unchanged: the share of entries that stayed as they were. param_grad_norm_raw: the gradient norm
+        before clipping, where it was read or where nothing touched the gradient since. clip_ratio [1]: total gradient
+        norm after over before, NaN unless all of it is known. grad_carried [1]: what was in `.grad` before the step's
+        gradients, over what the step used.
 
         Args:
             scale: what the loss was multiplied by in backward.
@@ -166,7 +168,9 @@ class ParameterTable:
             values[row, self.not_updated] = np.nan
             seen[row, self.not_updated] = False
         values[Row.RAW] /= scale
-        norm, gradient, change, before, _, raw, untouched, held = np.where(seen & ~np.isfinite(values), np.inf, values)
+        norm, gradient, change, before, _, raw, untouched, held, sampled = np.where(
+            seen & ~np.isfinite(values), np.inf, values
+        )
         with np.errstate(all="ignore"):
             ratio = np.where(before > 0, change / before, np.nan)
             raw = np.where(np.isnan(raw) & (untouched == 1), gradient, raw)
@@ -184,6 +188,7 @@ class ParameterTable:
             "clip_ratio": np.array([clip]),
             "grad_carried": np.array([carried]),
             "update_ratio": ratio,
+            "update_rms": change / np.where(sampled > 0, sampled, np.nan),
             "param_unchanged": values[Row.UNCHANGED],
         }
 

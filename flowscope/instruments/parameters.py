@@ -53,6 +53,16 @@ class Parameters(Instrument):
             opens=True,
         ),
         _parameter(
+            "update_rms",
+            "How far one step moves an entry of each parameter. Compare with the learning rate: Adam's first step is 1 "
+            "of it, later ones 0.2 to 0.4; Muon's 0.2 where it is scaled to that, else 1 / sqrt(the longer side).",
+            formula="sqrt(mean Δw²)",
+            unit="weight",
+            source="arXiv 2502.16982, section 2.2",
+            scale="log",
+            of_gradient=True,
+        ),
+        _parameter(
             "param_grad_norm",
             "Gradient the optimizer consumes. Grey: none arrived.",
             formula="‖dL/dw‖ after clipping",
@@ -183,6 +193,7 @@ class Parameters(Instrument):
             Row.RAW: self._raw.norms,
             Row.UNTOUCHED: self._raw.untouched,
             Row.CARRIED: self._carried.norms,
+            Row.SAMPLED: {i: root for i, root in self._samples.roots().items() if i in self._updates},
         }
         table = ParameterTable(len(self._parameters.names), found)
         scale = self._raw.scale

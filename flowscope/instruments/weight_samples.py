@@ -45,6 +45,8 @@ class _Plan:
     ends: Tensor | None = None
 
     def __post_init__(self) -> None:
+        sizes = [*self.sizes.tolist(), *(view.numel() for view in self.runs)]
+        self.roots = dict(zip(self.order, np.sqrt(sizes).tolist(), strict=True))
         self._plain = all(view.dtype is torch.float32 and view.dim() == 1 for view in self.whole)
 
     def copy(self) -> tuple[Tensor, Tensor]:
@@ -103,6 +105,10 @@ class WeightSamples:
             found = zip(plan.order, zip(change, plan.norms, _zero_shares(plan, whole, runs), strict=True), strict=True)
             out.update(found if same else ((i, numbers) for i, numbers in found if i in kept))
         return out
+
+    def roots(self) -> dict[int, Number]:
+        """The root of the number of entries looked at, of each tensor."""
+        return {i: root for plan in self._plans.values() for i, root in plan.roots.items()}
 
     def drop(self) -> None:
         """Forget the copies."""
