@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
+from flowscope.detectors.activations import ActivationHeadroom
 from flowscope.detectors.attention import AttentionLogits
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
@@ -58,6 +59,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     SolverUnconverged,
     SolverCost,
     AttentionLogits,
+    ActivationHeadroom,
     VanishingGradient,
     ExplodingGradient,
     UpdateTooLarge,

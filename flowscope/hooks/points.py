@@ -121,8 +121,8 @@ class FurtherStatistic(Statistic, Protocol):
     def look(self, point: Point) -> Tensor:
         """[columns] of a hidden state."""
 
-    def values(self, rows: Array) -> Array:
-        """[P] of [P, columns of both]."""
+    def values(self, rows: Array) -> Array | Mapping[str, Array]:
+        """[P] of [P, columns of both]; of several metrics, each by its name."""
 
 
 class AddedUp(PointMeasure):
@@ -190,13 +190,18 @@ class Stranger(AddedUp):
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
         """The statistic's values, NaN where a point was not seen; nothing where it failed."""
         values = self._faults.guard(self._stranger.fuse, self._values, flow.rows)
-        if values is not None:
-            out.add(self._stranger.name, values, flow.labels)
+        for name, metric in (values or {}).items():
+            out.add(name, metric, flow.labels)
 
-    def _values(self, rows: Array) -> Array:
+    def _values(self, rows: Array) -> dict[str, Array]:
         stop = self.at + self.statistic.columns + len(self.statistic.gradient_powers)
         with np.errstate(all="ignore"):
-            values = np.asarray(self._stranger.values(rows[:, self.at : stop].copy()), dtype=np.float64)
+            found = self._stranger.values(rows[:, self.at : stop].copy())
+        named = found if isinstance(found, Mapping) else {self._stranger.name: found}
+        return {name: self._seen(values, rows) for name, values in named.items()}
+
+    def _seen(self, given: Array, rows: Array) -> Array:
+        values = np.asarray(given, dtype=np.float64)
         if values.shape != (len(rows),):
             raise FlowscopeError(
                 f"{type(self._stranger).__name__}.values: got shape {values.shape}, expected ({len(rows)},), a number "

@@ -12,6 +12,7 @@ from typing import Any
 
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
+from flowscope.instruments.activation_shape import ActivationShape
 from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
@@ -55,6 +56,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Routing,
     Solvers,
     Attention,
+    ActivationShape,
 )
 
 

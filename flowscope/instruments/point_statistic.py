@@ -16,6 +16,7 @@ Axis letters: P points of one flow (x_0 ... x_L).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -94,6 +95,9 @@ class PointStatistic(Instrument):
         """Return [len(gradient_powers)] of dL/dx, likewise; only called where there are `gradient_powers`."""
         raise NotImplementedError(f"{type(self).__name__}.gradient_sums(gradient) is missing")
 
-    def values(self, rows: Array) -> Array:
-        """Return the metric [P] of the sums [P, columns + len(gradient_powers)], fp64 on the host."""
+    def values(self, rows: Array) -> Array | Mapping[str, Array]:
+        """Return the metric [P] of the sums [P, columns + len(gradient_powers)], fp64 on the host.
+
+        A class that declares several `metrics` returns each by its name.
+        """
         raise NotImplementedError(f"{type(self).__name__}.values(rows) -> Array[P] is missing")
