@@ -12,8 +12,8 @@ import torch
 
 import flowscope
 from flowscope.errors import FlowscopeError
+from flowscope.integrations.model_loss import ModelLoss
 from flowscope.integrations.trainer import TrainerWatch
-from flowscope.model_loss import ModelLoss
 from flowscope.records import Alert
 
 try:

@@ -14,8 +14,8 @@ from torch import nn
 
 import flowscope
 from flowscope.errors import FlowscopeError
+from flowscope.integrations.trainer import AlertAction, with_stop
 from flowscope.records import Alert
-from flowscope.stopping import AlertAction, with_stop
 
 try:
     from ignite.engine import Engine, Events

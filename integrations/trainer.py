@@ -1,8 +1,12 @@
-"""What the callbacks of trainers share: the arguments, and a scope whose alerts end a run the trainer's way."""
+"""What the callbacks of trainers share: the arguments, and a scope whose alerts end a run the trainer's way.
+
+`stop_on`, and `StopTraining` raised by an `on_alert` callable, end it: a trainer has a way to stop after the current
+step, with its checkpoints and reports; an exception out of its `optimizer.step()` has none of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ from torch import nn
 
 import flowscope
 from flowscope.arguments import alert_callbacks, listed
-from flowscope.stopping import AlertAction, with_stop
+from flowscope.errors import StopTraining
+from flowscope.records import Alert, Event
+
+AlertAction = Callable[[Alert], object]
 
 
 class TrainerWatch:
@@ -52,3 +59,63 @@ class TrainerWatch:
         options = with_stop(self._options | options, stop, self._on_alert, self._stop_on)
         self.scope = flowscope.watch(model, optimizer, **options)
         return self.scope
+
+
+class StopSink:
+    """Calls `stop(alert)` for each raised alert of the chosen kinds or severities.
+
+    A sink and not a callback: where the user gives no callback, alerts still go to the console.
+    """
+
+    every_rank = True
+    """All ranks see the same alerts at the same step, and all have to stop."""
+
+    def __init__(self, stop_on: Iterable[str], stop: Callable[[Alert], object]) -> None:
+        self._stop_on = frozenset(stop_on)
+        self._stop = stop
+
+    def write(self, event: Event) -> None:
+        """Stop, if this alert was asked for."""
+        if isinstance(event, Alert) and event.state == "raised" and self._stop_on & {event.kind, event.severity}:
+            self._stop(event)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class _Translated:
+    """An `on_alert` callable whose `StopTraining` becomes a call of `stop`; all else about it stays."""
+
+    def __init__(self, action: AlertAction, stop: Callable[[Alert], object]) -> None:
+        self._action, self._stop = action, stop
+
+    def __call__(self, alert: Alert) -> None:
+        try:
+            self._action(alert)
+        except StopTraining:
+            self._stop(alert)
+
+    def __getattr__(self, name: str) -> Any:
+        # flowscope.actions also have bind, write and close
+        return getattr(self._action, name)
+
+
+def with_stop(
+    options: Mapping[str, Any],
+    stop: Callable[[Alert], object],
+    on_alert: AlertAction | Iterable[AlertAction] | None,
+    stop_on: str | Iterable[str] | None,
+) -> dict[str, Any]:
+    """The arguments of `flowscope.watch` with which alerts end a run the trainer's way.
+
+    Args:
+        options: the other arguments.
+        stop: called with the alert where `stop_on` names it, or where one of `on_alert` raises `StopTraining`.
+        on_alert: as in `flowscope.watch`.
+        stop_on: alert kinds or severities.
+    """
+    return {
+        **options,
+        "on_alert": [_Translated(action, stop) for action in alert_callbacks(on_alert)],
+        "sinks": [*options.get("sinks", ()), StopSink(listed(stop_on), stop)],
+    }

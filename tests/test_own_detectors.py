@@ -18,9 +18,9 @@ import flowscope
 from flowscope.config import WatchConfig
 from flowscope.detectors import DETECTORS, NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, DetectorSet, Finding, Limit
 from flowscope.errors import FlowscopeError, StopTraining
+from flowscope.integrations.trainer import with_stop
 from flowscope.records import Record, RunHeader
 from flowscope.sinks import read_run
-from flowscope.stopping import with_stop
 
 NAN = float("nan")
 

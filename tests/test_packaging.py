@@ -59,9 +59,11 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
 
 
 def modules() -> dict[str, Path]:
+    inside = {path: path.relative_to(ROOT) for path in sorted((ROOT / "flowscope").rglob("*.py"))}
+    beside = {path: "flowscope" / path.relative_to(ROOT) for path in sorted((ROOT / "extras").rglob("*.py"))}
     return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sorted((ROOT / "flowscope").rglob("*.py"))
+        ".".join(place.with_suffix("").parts).removesuffix(".__init__"): path
+        for path, place in (inside | beside).items()
     }
 
 
@@ -152,6 +154,6 @@ def test_every_folder_is_shipped() -> None:
     block = text.split("packages = [", 1)[1].split("]", 1)[0]
     listed = {line.strip().strip('",') for line in block.splitlines() if line.strip()}
     found = {".".join(path.relative_to(ROOT).parent.parts) for path in (ROOT / "flowscope").rglob("__init__.py")}
-    assert listed == found | {"flowscope.integrations"}
+    assert listed == found | {"flowscope.extras", "flowscope.integrations"}
     modules_in = {path.parent for path in (ROOT / "flowscope").rglob("*.py")}
     assert {d for d in modules_in if not (d / "__init__.py").exists()} == set(), "a folder of modules lacks __init__.py"

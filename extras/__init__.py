@@ -1,0 +1,1 @@
+"""What the package neither needs nor imports: leaving out branches at inference. Shipped as `flowscope.extras`."""
