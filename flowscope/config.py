@@ -75,6 +75,7 @@ class WatchConfig(BaseModel):
     stream_cosine: float = Field(0.999, gt=0, le=1, description="cosine between streams that had parted (heuristic)")
     stream_unused: float = Field(0.05, gt=0, description="least column sum of a used stream (heuristic; mHC: .4)")
     mixing_gain: float = Field(10.0, gt=1, description="composite gain of streams (heuristic; mHC 1.6, HC 3000)")
+    moment_ratio: float = Field(1.5, gt=0, description="Adam's update over its rate (heuristic; steady gradients: 1)")
     headroom: float = Field(8.0, gt=1, description="largest number of a dtype over the largest entry (heuristic)")
     attention_logit: float = Field(
         100.0, gt=0, description="largest attention logit that grew (Kimi K2: QK-Clip at 100)"

@@ -26,6 +26,7 @@ from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossPlateau, LossSpike
+from flowscope.detectors.moments import StaleMoment
 from flowscope.detectors.norms import TrainEvalGap
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse
@@ -63,6 +64,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     VanishingGradient,
     ExplodingGradient,
     UpdateTooLarge,
+    StaleMoment,
     TrainEvalGap,
     LossSpike,
     GradientSpike,
