@@ -23,7 +23,7 @@ from flowscope.instruments import PointStatistic
 
 
 class Kurtosis(PointStatistic):
-    name, scale, columns = "act_kurtosis", "log", 3
+    name, scale, columns = "my_kurtosis", "log", 3
     words = "Fourth moment over the squared second. Normal: 3; with outlier features: 100 and more."
 
     def sums(self, x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from flowscope.views.report import report_payload
 
 
 def test_a_metric_survives_json_and_leaves_out_its_defaults() -> None:
-    plain = Metric("act_kurtosis", "Fourth moment over squared second.")
-    assert plain.to_json() == {"name": "act_kurtosis", "words": "Fourth moment over squared second."}
+    plain = Metric("my_kurtosis", "Fourth moment over squared second.")
+    assert plain.to_json() == {"name": "my_kurtosis", "words": "Fourth moment over squared second."}
     full = Metric(
         "x", "y", rows="modules", band=("a", "b"), bounds=(0.0, 1.0), limits=("c",), drawn=False, charted="log"
     )
@@ -102,28 +102,28 @@ def test_runs_of_0_1_are_drawn_like_those_that_describe_themselves(name: str) ->
     assert replace(METRICS[name], formula="", source="", unit="") == of_0_1()[name]
 
 
-KURTOSIS = Metric("act_kurtosis", "Fourth moment over squared second.", view="Depth", scale="log", logged=True)
+KURTOSIS = Metric("my_kurtosis", "Fourth moment over squared second.", view="Depth", scale="log", logged=True)
 
 
 def run_of_a_stranger() -> Run:
     """A run whose only metric no table knows; it went through JSON."""
-    labels = {"act_kurtosis": ("x", "y")}
-    told = RunHeader("0.2", (), labels, metrics={"act_kurtosis": KURTOSIS}, shown_by={"outliers": ("act_kurtosis",)})
+    labels = {"my_kurtosis": ("x", "y")}
+    told = RunHeader("0.2", (), labels, metrics={"my_kurtosis": KURTOSIS}, shown_by={"outliers": ("my_kurtosis",)})
     header = RunHeader.from_json(json.loads(json.dumps(told.to_json())))
     assert header == told
-    return Run(header, [Record.from_json({"step": 0, "metrics": {"act_kurtosis": [3.0, 300.0]}}, header)], [])
+    return Run(header, [Record.from_json({"step": 0, "metrics": {"my_kurtosis": [3.0, 300.0]}}, header)], [])
 
 
 def test_a_run_tells_everyone_of_a_metric_that_no_table_knows() -> None:
     run = run_of_a_stranger()
     strange = Alert("outliers", "warning", "y", 0, 300.0, 100.0, "m", "a")
-    assert place(RunView("a", run.header, dict(run.header.labels)), strange) == ("act_kurtosis", 1)
-    assert run.records[0].spec("act_kurtosis@decoder") == KURTOSIS
+    assert place(RunView("a", run.header, dict(run.header.labels)), strange) == ("my_kurtosis", 1)
+    assert run.records[0].spec("my_kurtosis@decoder") == KURTOSIS
     (shown,) = report_payload({"a": run}, "")["runs"][0]["metrics"]
     assert (shown["view"], shown["scale"], shown["words"]) == ("Depth", "log", KURTOSIS.words)
-    assert plot.depth_profile(run, "act_kurtosis").axes[0].get_yscale() == "log"
-    assert "bars: log10" in depth_profile_text({"a": run.records[0]}, "act_kurtosis")
-    assert set(reduction.record_scalars(run.records[0])) == {f"act_kurtosis/{end}" for end in ("min", "median", "max")}
+    assert plot.depth_profile(run, "my_kurtosis").axes[0].get_yscale() == "log"
+    assert "bars: log10" in depth_profile_text({"a": run.records[0]}, "my_kurtosis")
+    assert set(reduction.record_scalars(run.records[0])) == {f"my_kurtosis/{end}" for end in ("min", "median", "max")}
 
 
 def test_a_header_of_0_1_is_read_and_its_metrics_are_known() -> None:

@@ -54,11 +54,11 @@ def test_it_is_the_naive_number_over_all_micro_batches(micro_batches: int) -> No
     seen = points_of(model, batches)
     gradients = [truth(model, batch) for batch in batches]
     record = step(model, batches)
-    np.testing.assert_allclose(record["act_kurtosis"], [kurtosis_of(*xs) for xs in zip(*seen, strict=True)], rtol=1e-9)
+    np.testing.assert_allclose(record["my_kurtosis"], [kurtosis_of(*xs) for xs in zip(*seen, strict=True)], rtol=1e-9)
     moments = [torch.cat(list(gs)).abs().double().mean() for gs in zip(*gradients, strict=True)]
     np.testing.assert_allclose(record["grad_abs_mean"], moments, rtol=1e-5)
-    assert record.labels("act_kurtosis") == record.labels("act_rms")
-    spec = record.spec("act_kurtosis")
+    assert record.labels("my_kurtosis") == record.labels("act_rms")
+    spec = record.spec("my_kurtosis")
     assert (spec.scale, spec.words[:6], spec.rows, spec.view) == ("log", "Fourth", "points", "Depth")
     assert not spec.of_gradient
     assert record.spec("grad_abs_mean").of_gradient
@@ -72,7 +72,7 @@ def test_checkpoints_count_once(reentrant: bool) -> None:
     plain = Stack()
     plain.load_state_dict(model.state_dict())
     expected, record = step(plain, [data()]), step(model, [data()])
-    for name in ("act_kurtosis", "grad_abs_mean"):
+    for name in ("my_kurtosis", "grad_abs_mean"):
         np.testing.assert_allclose(record[name], expected[name], rtol=1e-6, err_msg=name)
 
 
@@ -82,7 +82,7 @@ def test_half_precision_is_measured() -> None:
     batch = x.bfloat16(), y.bfloat16()
     expected = [kurtosis_of(point) for point in points_of(model, [batch])[0]]
     record = step(model, [batch])
-    np.testing.assert_allclose(record["act_kurtosis"], expected, rtol=1e-9)
+    np.testing.assert_allclose(record["my_kurtosis"], expected, rtol=1e-9)
     assert np.isfinite(record["grad_abs_mean"]).all()
 
 
@@ -103,8 +103,8 @@ def test_each_call_of_a_loop_has_its_own() -> None:
     for _ in range(3):
         expected.append(model.blocks[0](expected[-1]).detach())
     record = step(model, [data()], flows=["blocks"])
-    assert record.labels("act_kurtosis")[1:] == [f"blocks.0#{call}" for call in range(3)]
-    np.testing.assert_allclose(record["act_kurtosis"], [kurtosis_of(x) for x in expected], rtol=1e-6)
+    assert record.labels("my_kurtosis")[1:] == [f"blocks.0#{call}" for call in range(3)]
+    np.testing.assert_allclose(record["my_kurtosis"], [kurtosis_of(x) for x in expected], rtol=1e-6)
 
 
 def test_a_name_that_a_metric_bears_is_refused(given: list[Any]) -> None:
@@ -129,7 +129,7 @@ def test_passes_without_gradient_do_not_count() -> None:
         with torch.no_grad():
             model(100.0 * data(2)[0])
         optimizer.step()
-    np.testing.assert_allclose(scope.records[0]["act_kurtosis"][0], expected, rtol=1e-9)
+    np.testing.assert_allclose(scope.records[0]["my_kurtosis"][0], expected, rtol=1e-9)
 
 
 @pytest.mark.usefixtures("given", "strict")
@@ -140,7 +140,7 @@ def test_compiled_numbers_are_the_eager_ones() -> None:
     twin.load_state_dict(model.state_dict())
     expected = step(twin, [data(), data(1)])
     record = step(model, [data(), data(1)], runs=torch.compile(model, backend="aot_eager"))
-    for name in ("act_kurtosis", "grad_abs_mean", "act_rms"):
+    for name in ("my_kurtosis", "grad_abs_mean", "act_rms"):
         np.testing.assert_allclose(record[name], expected[name], rtol=1e-5, err_msg=name)
     torch._dynamo.reset()
 

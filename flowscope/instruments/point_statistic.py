@@ -1,7 +1,7 @@
 """A number per depth from one class: sums of each hidden state, which add up over micro-batches, calls and ranks.
 
     class Kurtosis(PointStatistic):
-        name, scale, columns = "act_kurtosis", "log", 3
+        name, scale, columns = "my_kurtosis", "log", 3
         words = "Fourth moment over the squared second. Normal: 3; with outlier features: 100 and more."
 
         def sums(self, x):
