@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import flowscope
 from flowscope.detectors import DETECTORS
 from flowscope.records import split_key
+from flowscope.steps.phase import STEP, Action, Event, Phase
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -23,6 +26,7 @@ DOCUMENTS = (
     "README.zh.md",
     "docs/metrics.md",
     "docs/how-it-works.md",
+    "docs/write-your-own.md",
     "docs/troubleshooting.md",
     "docs/alerts.md",
     "docs/panels.md",
@@ -153,9 +157,7 @@ class Concatenating(nn.Module):
 # -- code
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "README.zh.md", "docs/how-it-works.md", "docs/actions.md", "docs/from-the-articles.md"]
-)
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/actions.md", "docs/from-the-articles.md"])
 def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(name)
@@ -250,3 +252,108 @@ def test_every_alert_kind_has_a_section_and_every_limit_is_a_field() -> None:
     shown = {key for block in python_blocks("README.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)}
     assert shown
     assert shown <= fields
+
+
+# -- how it works
+
+
+WORKS = "docs/how-it-works.md"
+PACKAGE = ROOT / "flowscope"
+
+
+def section(name: str, heading: str) -> str:
+    return read(name).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def names_in(path: Path) -> set[str]:
+    """The classes and functions of a file, and `Class.method`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            inside = node.body if isinstance(node, ast.ClassDef) else []
+            methods = (inner.name for inner in inside if isinstance(inner, ast.FunctionDef))
+            found |= {node.name, *(f"{node.name}.{method}" for method in methods)}
+    return found
+
+
+@pytest.mark.parametrize(("heading", "count"), [("The way of a tensor", 10), ("The way of a loss", 5)])
+def test_each_sentence_of_a_way_names_what_is_in_its_file(heading: str, count: int) -> None:
+    sentences = re.findall(r"^\d+\. (.+)$", section(WORKS, heading), re.MULTILINE)
+    assert len(sentences) == count
+    for sentence in sentences:
+        assert sentence.count(". ") == 0
+        told = re.findall(r"((?:`[\w.]+`(?: and |, )?)+) in `([\w/]+\.py)`", sentence)
+        assert told, sentence
+        for names, path in told:
+            assert set(re.findall(r"`([\w.]+)`", names)) <= names_in(PACKAGE / path), sentence
+
+
+def test_what_is_named_as_a_file_is_one() -> None:
+    for path in re.findall(r"`(\w[\w/]*(?:\.py|/))`", read(WORKS)):
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+    for names, path in re.findall(r"((?:`[\w.]+`(?: and |, )?)+) in `([\w/]+\.py)`", read(WORKS)):
+        assert set(re.findall(r"`([\w.]+)`", names)) <= names_in(PACKAGE / path), (names, path)
+
+
+def test_all_of_the_package_is_on_the_map() -> None:
+    told = re.findall(r"`(\w[\w/]*(?:\.py|/))`", section(WORKS, "Map of the package"))
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")}
+    assert {path for path in files if not path.startswith(tuple(told))} == {"_version.py"}
+
+
+def test_the_table_of_steps_is_that_of_the_code() -> None:
+    told = {}
+    for event, phases, to, actions in re.findall(
+        r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*?) ?\|$", section(WORKS, "The way of a step"), re.MULTILINE
+    ):
+        for phase in [p.name for p in Phase] if phases == "any" else re.findall(r"\w+", phases):
+            after = phase if to == "the same" else to.strip("`")
+            told[Phase[phase], Event[event]] = (Phase[after], tuple(Action[a] for a in re.findall(r"\w+", actions)))
+    for (phase, event), does in STEP.items():
+        assert told.get((phase, event), (phase, ())) == does, (phase, event)
+
+
+# -- write your own
+
+
+OWN = "docs/write-your-own.md"
+"""Its classes stand in a module `own`: the first block is its imports, each block with a class is part of it."""
+
+
+def own_blocks() -> tuple[list[str], list[str]]:
+    """The blocks that are the module, and those that use it."""
+    first, *blocks = python_blocks(OWN)
+    classes = [block for block in blocks if block.startswith("class ")]
+    return [first, *classes], [block for block in blocks if block not in classes]
+
+
+def test_classes_of_ones_own_keep_their_promises_and_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, blocks = own_blocks()
+    (tmp_path / "own.py").write_text("\n\n".join(module), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    space: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": batches()}
+    space["train_step"] = stepper(model, optimizer)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{OWN}, python block {number}", "exec"), space)
+    called = re.findall(r"^(check_\w+)\(own\.(\w+)", "\n".join(blocks), re.MULTILINE)
+    assert {check for check, _ in called} == {"check_instrument", "check_detector", "check_connection"}
+    assert all(hasattr(sys.modules["own"], name) for _, name in called)
+    shown = capsys.readouterr().out
+    assert "'blocks.0:input'" in shown
+    assert "Third moment over the second" in shown
+    assert len((tmp_path / "least.csv").read_text().splitlines()) == 3
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    sys.modules.pop("own")
+
+
+def test_the_three_commonest_are_classes_of_twelve_lines() -> None:
+    lines = {block.split("(")[0].split()[1]: len([line for line in block.splitlines() if line.strip()])
+             for block in own_blocks()[0][1:]}  # fmt: skip
+    assert {name: count for name, count in lines.items() if count > 12}.keys() <= {"OutputSize"}
+    assert {"Skewness", "Lopsided", "HeadGrows", "LayerScale"} <= lines.keys()
