@@ -1,15 +1,16 @@
 """A number per depth from one class: sums of each hidden state, which add up over micro-batches, calls and ranks.
 
-    class Kurtosis(PointStatistic):
-        name, scale, columns = "my_kurtosis", "log", 3
-        words = "Fourth moment over the squared second. Normal: 3; with outlier features: 100 and more."
+    class Skewness(PointStatistic):
+        name, scale, columns = "act_skewness", "linear", 3
+        words = "Third moment over the second to the power 3/2: 0 where the entries are symmetric."
 
         def sums(self, x):
-            square = x.double() ** 2
-            return torch.stack([torch.full_like(square.sum(), x.numel()), square.sum(), (square * square).sum()])
+            x = x.double()
+            return torch.stack([torch.full_like(x.sum(), x.numel()), (x**2).sum(), (x**3).sum()])
 
         def values(self, rows):
-            return rows[:, 0] * rows[:, 2] / rows[:, 1] ** 2
+            count, squares, cubes = rows.T
+            return cubes / count / (squares / count) ** 1.5
 
 Axis letters: P points of one flow (x_0 ... x_L).
 """
