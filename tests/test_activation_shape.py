@@ -79,6 +79,19 @@ def test_the_shape_is_the_naive_one(reentrant: bool | None, seeds: tuple[int, ..
     agree(step(model, seeds), states_of(model, seeds))
 
 
+def test_the_headroom_of_fp64_is_a_number_whatever_adds_up() -> None:
+    model = Stack().double()
+    with torch.no_grad():
+        model.embed.weight.mul_(9)  # else the largest number over an entry below 1 has no room either
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, (batch[0].double(), batch[1].double()))
+
+    once, twice = step(model, (0,), forward), step(model, (0, 0), forward)
+    assert np.isfinite(once["act_headroom"]).all()
+    np.testing.assert_allclose(twice["act_headroom"], once["act_headroom"], rtol=1e-12)
+
+
 def test_the_shape_of_a_compiled_model() -> None:
     torch.compiler.reset()
     model = Stack()

@@ -22,6 +22,7 @@ from flowscope.metrics import Metric
 from flowscope.probes.statistics import at_least_single, feature_last, real_features, wide
 
 _depth = partial(Metric, view="Depth", scale="log")
+SMALL = 2.0**-64
 
 
 class ActivationShape(PointStatistic):
@@ -79,7 +80,7 @@ class ActivationShape(PointStatistic):
         The number is weighted with the square, once as it is and once squared: so it can be told from the sums whether
         all calls had the same channel.
         """
-        largest_number = torch.finfo(states.dtype).max
+        largest_number = torch.finfo(states.dtype).max * SMALL  # fp64: the sum of two such numbers is inf
         x = at_least_single(real_features(states)).flatten(0, 1)
         square = x * x
         channels = square.sum(0)
@@ -102,5 +103,5 @@ class ActivationShape(PointStatistic):
             "act_kurtosis": size * fourth / square**2,
             "top_channel_share": top / square,
             "top_channel": np.where(same, np.rint(channel), np.nan),
-            "act_headroom": end / largest,
+            "act_headroom": end / largest / SMALL,
         }
