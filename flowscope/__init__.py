@@ -38,12 +38,12 @@ _moved.install()
 if TYPE_CHECKING:
     from flowscope.config import WatchConfig
     from flowscope.extras.skipping import skip_by_gates
+    from flowscope.jacobian.spectrum import jacobian_spectrum
     from flowscope.merging.profile import GateProfile, gate_profile, keep_gates
     from flowscope.merging.training import clip_grad_norm_, param_groups, warmup_steps
     from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.model.flows import find_flows
     from flowscope.model.sites import find_sites
-    from flowscope.probes.jacobian import jacobian_spectrum
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
 
@@ -63,7 +63,7 @@ _HOMES = {
     "warmup_steps": "flowscope.merging.training",
     "clip_grad_norm_": "flowscope.merging.training",
     "find_flows": "flowscope.model.flows",
-    "jacobian_spectrum": "flowscope.probes.jacobian",
+    "jacobian_spectrum": "flowscope.jacobian.spectrum",
     "WatchConfig": "flowscope.config",
     "Record": "flowscope.records",
     "Alert": "flowscope.records",

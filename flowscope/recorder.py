@@ -20,10 +20,10 @@ from flowscope.config import WatchConfig
 from flowscope.detectors import Detector, DetectorSet
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
+from flowscope.hooks.canary import Canary
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric
-from flowscope.probes.canary import Canary
-from flowscope.probes.snapshot import Snapshot
+from flowscope.observation.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import ConsoleSink, JsonlSink, Sink
 from flowscope.steps.ended import EndedStep

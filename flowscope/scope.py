@@ -27,11 +27,11 @@ from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import Detector
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, specs_of
 from flowscope.model.plan import FlowPlan, display_path
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.observation import Observation
+from flowscope.observation.observation import Observation
 from flowscope.ranks.groups import is_first_process
 from flowscope.recorder import Recorder
 from flowscope.records import Alert, Record

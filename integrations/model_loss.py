@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.faults import Faults
-from flowscope.probes.hooks import Hooks
+from flowscope.hooks.hooks import Hooks
 
 
 class ModelLoss:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import flowscope
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.norms import norms
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.vector_norms import norms
 
 
 def test_norms_of_small_tensors_joined_are_those_of_each() -> None:

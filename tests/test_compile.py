@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from watch_models import AddsToItsInput, B, Block, D, Stack, close_to, data, loss_of, norms, sgd, truth, watched
 
 import flowscope
-from flowscope.probes import compiled as probes_compiled
+from flowscope.hooks import compiled as probes_compiled
 
 PLAIN = ("grad_norm", "grad_rms", "gain", "gradient_product", "act_rms", "backward_calls", "nonfinite_grad")
 BESIDE = ("param_norm", "param_grad_norm", "update_ratio", "cosine", "token_cosine", "branch_share", "canary")

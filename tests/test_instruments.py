@@ -16,8 +16,8 @@ from watch_models import Stack, data, loss_of, sgd, watched
 import flowscope
 from flowscope.instruments import BUILT_IN, Instrument, Taken
 from flowscope.metrics import Metric
-from flowscope.probes.payload import Sharing
-from flowscope.probes.sharing import parts_of
+from flowscope.observation.sharing import parts_of
+from flowscope.sums.payload import Sharing
 
 
 class LargestInput(Instrument):

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from flowscope.errors import FlowscopeError
+from flowscope.hooks.hooks import MASK
+from flowscope.jacobian import spectrum as module_under_test
+from flowscope.jacobian.spectrum import jacobian_spectrum
 from flowscope.model.plan import Flow
-from flowscope.probes import jacobian as module_under_test
-from flowscope.probes.hooks import MASK
-from flowscope.probes.jacobian import jacobian_spectrum
 
 B, T, D = 3, 5, 8
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowscope.probes.matrices import cosine_matrix, effective_rank
+from flowscope.sums.matrices import cosine_matrix, effective_rank
 
 
 def orthonormal(rows: int, columns: int) -> torch.Tensor:

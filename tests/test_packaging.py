@@ -27,9 +27,8 @@ ANY = {"numpy", "pydantic", "scipy"}
 WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
-WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.probes"}
-MEASURING = ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.probes"}
-CENTRE = ("observation", "snapshot", "sharing", "passes")
+WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.sums", "flowscope.hooks"}
+MEASURING = ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.sums", "flowscope.hooks", "flowscope.record_builder"}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
@@ -43,12 +42,14 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     # the notebook's view is imported where a notebook asks for it
     ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),
     ("flowscope.config", ANY | {"flowscope.errors"}),
-    ("flowscope.probes.statistics", {"torch", "numpy"}),
-    *((f"flowscope.probes.{name}", MEASURING | {"flowscope.hooks", "flowscope.instruments"}) for name in CENTRE),
-    ("flowscope.probes", MEASURING),
-    ("flowscope.hooks", MEASURING | {"flowscope.hooks"}),
-    ("flowscope.instruments", MEASURING | {"flowscope.hooks", "flowscope.instruments", "flowscope.metrics"}),
-    ("flowscope.model", ANY | PLAIN | {"torch", "flowscope.model"}),
+    ("flowscope.sums.statistics", {"torch", "numpy"}),
+    ("flowscope.sums", ANY | PLAIN | TORCH | {"flowscope.sums"}),
+    ("flowscope.record_builder", ANY | {"flowscope.records"}),
+    ("flowscope.model", ANY | PLAIN | TORCH | {"flowscope.model"}),
+    ("flowscope.hooks", MEASURING),
+    ("flowscope.instruments", MEASURING | {"flowscope.instruments"}),
+    ("flowscope.observation", MEASURING | {"flowscope.instruments", "flowscope.observation"}),
+    ("flowscope.jacobian", MEASURING | {"flowscope.jacobian"}),
     ("flowscope.merging.profile", ANY | PLAIN | {"torch", "matplotlib"} | WRAPPING),
     ("flowscope.merging", ANY | PLAIN | TORCH | WRAPPING),
     ("flowscope.torch_internals", {"torch"}),
@@ -121,9 +122,9 @@ def test_nothing_needs_the_extras() -> None:
 
 def test_the_import_rule_can_fail() -> None:
     assert strangers("flowscope.records", {"torch"}) == {"torch"}
-    assert strangers("flowscope.detectors.flow", {"flowscope.probes.deposit", "numpy"}) == {"flowscope.probes.deposit"}
-    assert strangers("flowscope.probes.statistics", {"flowscope.records"}) == {"flowscope.records"}
-    assert strangers("flowscope.scope", {"torch", "flowscope.probes"}) == set()
+    assert strangers("flowscope.detectors.flow", {"flowscope.hooks.points", "numpy"}) == {"flowscope.hooks.points"}
+    assert strangers("flowscope.sums.statistics", {"flowscope.records"}) == {"flowscope.records"}
+    assert strangers("flowscope.scope", {"torch", "flowscope.hooks"}) == set()
 
 
 PRIVATE = {"_sequence_nr", "_execution_engine", "_is_view", "_pop_mode_temporarily", "f_back"}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from two_ranks import RANKS, torchrun, without_launcher
 
 import flowscope
-from flowscope.probes.payload import digits, pack, packed_size, unpack
+from flowscope.sums.payload import digits, pack, packed_size, unpack
 
 LIMIT = 170
 TOLERANCE = 1e-5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from watch_models import IN, B, D, Stack, T, data, loss_of, watched
 
 import flowscope
-from flowscope.probes import statistics
+from flowscope.sums import statistics
 
 
 def naive(states: list[Tensor]) -> float:

@@ -29,7 +29,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks.images import Axis, heat_map
-from flowscope.sinks.summaries import compact
+from flowscope.sinks.protobufs import compact
 from flowscope.sinks.tensorboard import TensorBoardSink, alert_table, gradient_image
 
 L = 4

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from flowscope.jacobian.tensors import first_tensor, replace_first
 from flowscope.model.nested import map_tensors, nested_tensors
-from flowscope.probes.tensors import first_tensor, replace_first
 
 IDS = torch.arange(15).view(3, 5)
 VECTOR = torch.zeros(5)

@@ -24,7 +24,7 @@ import flowscope
 from flowscope.detectors.gradients import VanishingGradient
 from flowscope.hooks import flow_observer
 from flowscope.instruments import parameters, point_flows, rank, recurrent, units, wiring
-from flowscope.probes import observation
+from flowscope.observation import observation
 
 EVERYTHING = {"slow_every": 1, "metrics": ("flow", "depth", "parameters")}
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import flowscope
-from flowscope.probes import statistics
 from flowscope.records import Record
+from flowscope.sums import statistics
 
 STATES = Callable[[nn.Module, Tensor], tuple[list[Tensor], Tensor]]
 

@@ -18,6 +18,7 @@ from typing import Any
 from flowscope.config import WatchConfig
 from flowscope.detectors.activations import ActivationHeadroom
 from flowscope.detectors.attention import AttentionLogits
+from flowscope.detectors.batch_norm import TrainEvalGap
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
@@ -27,7 +28,6 @@ from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossPlateau, LossSpike
 from flowscope.detectors.moments import StaleMoment
-from flowscope.detectors.norms import TrainEvalGap
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flowscope.model.hidden_state import derives_from, floating_tensors, node_number
 from flowscope.model.plan import Flow
-from flowscope.probes.layout import derives_from, floating_tensors, node_number
 
 ENTRY = -1
 PointKey = tuple[int, int]

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
+from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.points import Deposits, PointMeasure
+from flowscope.model.hidden_state import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.model.plan import Flow, display_path
-from flowscope.probes import statistics
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
-from flowscope.probes.payload import local
+from flowscope.sums import statistics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.payload import local
 from flowscope.torch_internals import in_backward
 
 PLAIN, TRACED, RECOMPUTED = "plain", "traced", "recomputed"

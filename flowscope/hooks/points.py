@@ -21,11 +21,11 @@ from torch import Tensor
 from flowscope.errors import FlowscopeError
 from flowscope.faults import Faults
 from flowscope.hooks.calls import ENTRY, PointKey
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.layout import AxisReader, is_compiling
-from flowscope.probes.payload import local
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import ELEMENTS, Sums, full_precision
+from flowscope.model.hidden_state import AxisReader, is_compiling
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.payload import local
+from flowscope.sums.statistics import ELEMENTS, Sums, full_precision
 
 Array = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from flowscope.hooks.points import Point
 from flowscope.instruments.instrument import Array
 from flowscope.instruments.point_statistic import PointStatistic
 from flowscope.metrics import Metric
-from flowscope.probes.statistics import at_least_single, feature_last, real_features, wide
+from flowscope.sums.statistics import at_least_single, feature_last, real_features, wide
 
 _depth = partial(Metric, view="Depth", scale="log")
 SMALL = 2.0**-64

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks, in_backward, masked
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import hidden_input, hidden_output, is_compiling
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks, in_backward, masked
-from flowscope.probes.layout import hidden_input, hidden_output, is_compiling
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
 
 
 class BranchAlignment(Instrument):

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import is_compiling
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.payload import Part, Sharing
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import full_precision, wide
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.payload import Part, Sharing
+from flowscope.sums.statistics import full_precision, wide
 from flowscope.torch_internals import HOOKED_INTERMEDIATES, in_backward, in_compiled_call, is_compiled, newest_mode
 
 SINK, ROWS, HEADS = 1, 2, 3

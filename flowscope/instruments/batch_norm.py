@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
 
 ENTRIES = 4096
 """Entries of a channel that are looked at, about: evenly spaced positions, and samples where there are more of them."""

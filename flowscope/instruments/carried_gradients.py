@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.raw_gradients import entries, spread
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.norms import Number, norms
+from flowscope.model.hidden_state import is_compiling
+from flowscope.sums.vector_norms import Number, norms
 
 
 class CarriedGradients:

@@ -11,13 +11,13 @@ from torch import Tensor
 from flowscope.hooks.calls import ENTRY
 from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
-from flowscope.probes import statistics, summaries
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.depth import DepthRow, DepthRows
-from flowscope.probes.layout import AxisReader, is_compiling
-from flowscope.probes.payload import local
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import Positions, Sums, full_precision, is_host
+from flowscope.model.hidden_state import AxisReader, is_compiling
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums import point_metrics, statistics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.depth import DepthRow, DepthRows
+from flowscope.sums.payload import local
+from flowscope.sums.statistics import Positions, Sums, full_precision, is_host
 
 Compare = Callable[[Positions | None, Positions, Positions | None], Sums | DepthRow]
 
@@ -126,4 +126,4 @@ class Cosines(PointMeasure):
 
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
         """The family "depth"."""
-        out.along(summaries.depth_metrics(flow.rows), flow.labels)
+        out.along(point_metrics.depth_metrics(flow.rows), flow.labels)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.hooks.hooks import masked
 from flowscope.model.structure import keeps_statistics
-from flowscope.probes.hooks import masked
-from flowscope.probes.statistics import full_precision
+from flowscope.sums.statistics import full_precision
 
 ITERATIONS = 40
 """Products with the transposed Jacobian; the growth over the last half of them is the estimate."""

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks, in_backward
+from flowscope.instruments import gate_products as products
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.model.gates import GateCandidate
+from flowscope.model.hidden_state import floating_tensors, hidden_output, is_compiling, node_number
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes import products, site_statistics, site_summaries
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks, in_backward
-from flowscope.probes.layout import floating_tensors, hidden_output, is_compiling, node_number
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import full_precision
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
+from flowscope.sums import site_metrics, site_statistics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.statistics import full_precision
 
 EDGE = 1e-7
 """Gate values are clipped to [EDGE, 1 - EDGE] before the logit: 0 and 1 read as logits of -16 and 16."""
@@ -42,7 +43,7 @@ class Gates(Instrument):
 
     name = "gates"
     families = ()
-    metrics = site_summaries.GATES
+    metrics = site_metrics.GATES
     buffer: DepositBuffer
 
     def __init__(self, found: Sequence[GateCandidate]) -> None:
@@ -167,5 +168,5 @@ class Gates(Instrument):
         sums = table_rows(parts, self.buffer.columns)
         out.flow(FlowLayout(self.name, "gates", (), (), "" if self._named else FOUND))
         held = [sums[row] if row < len(sums) else None for row in rows]
-        for name, values in site_summaries.gate_metrics(held).items():
+        for name, values in site_metrics.gate_metrics(held).items():
             out.add(name, values, [self._labels[row] for row in rows])

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flowscope.hooks.points import AddedUp, FlowStep
 from flowscope.metrics import Metric
-from flowscope.probes import statistics, summaries
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import Sums
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums import point_metrics, statistics
+from flowscope.sums.statistics import Sums
 
 _gradient = partial(Metric, view="Gradient", scale="log", of_gradient=True)
 _count = partial(Metric, view="Finiteness", unit="count")
@@ -93,6 +93,6 @@ class AddedNorms(AddedUp):
 
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
         """The family "flow"."""
-        out.along(summaries.flow_metrics(flow.rows), flow.labels)
+        out.along(point_metrics.flow_metrics(flow.rows), flow.labels)
         for name, counted in zip(("forward_calls", "tracked_calls"), flow.calls, strict=True):
             out.add(name, counted, flow.labels)

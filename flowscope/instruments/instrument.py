@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.config import Family, WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.payload import Part, Sharing
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.payload import Part, Sharing
 
 Array = NDArray[np.float64]
 AddsUp = Literal["table", "vector", ""] | Callable[[Sharing, Mapping[str, int]], list[Part]]

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
+from flowscope.hooks.hooks import Hook, Hooks, in_backward
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import is_compiling
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.view import ModelView
-from flowscope.probes import site_summaries
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hook, Hooks, in_backward
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.site_summaries import ALPHA, GATES, MIXING
-from flowscope.probes.statistics import Sums, full_precision
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
+from flowscope.sums import site_metrics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.site_metrics import ALPHA, GATES, MIXING
+from flowscope.sums.statistics import Sums, full_precision
 
 Group = tuple[str, Sequence[str], Sequence[str]]
 """A connection: its label, the names of its static parameters, and of those that generate coefficients."""
@@ -230,7 +230,7 @@ class MergeSites(SitesOfAFlow):
             for k, (_, connection, site) in enumerate(self.owners)
         ]
         if None not in factors:
-            out["shortcut_product"] = site_summaries.shortcut_product(factors)
+            out["shortcut_product"] = site_metrics.shortcut_product(factors)
         # a value between two neighbours is that of the second
         return {name: (values, self.labels[len(self.labels) - len(values) :]) for name, values in out.items()}
 

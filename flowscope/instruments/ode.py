@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks, in_backward
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.model.hidden_state import floating_tensors, is_compiling, node_number
 from flowscope.model.plan import display_path
 from flowscope.model.structure import is_time
 from flowscope.model.view import ModelView
-from flowscope.probes import summaries
-from flowscope.probes.hooks import Hooks, in_backward
-from flowscope.probes.layout import floating_tensors, is_compiling, node_number
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
+from flowscope.sums import point_metrics
+from flowscope.sums.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
 from flowscope.torch_internals import sequence_number
 
 SOLVED = "ODE"
@@ -123,7 +123,7 @@ class OdeStates(Instrument):
         (rows,), path = parts, display_path(self._path)
         labels = [f"{path}#{k}" for k in range(len(rows))]
         out.flow(FlowLayout(path, "time", tuple(labels), tuple(labels[1:]), SOLVED))
-        out.along(summaries.flow_metrics(rows), labels)
+        out.along(point_metrics.flow_metrics(rows), labels)
 
 
 def state_of(y: Any) -> Tensor | None:

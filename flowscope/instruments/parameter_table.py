@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.instruments.instrument import Array
-from flowscope.probes.norms import Number
-from flowscope.probes.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
-from flowscope.probes.statistics import wide
+from flowscope.sums.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
+from flowscope.sums.statistics import wide
+from flowscope.sums.vector_norms import Number
 
 
 class Row(IntEnum):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.carried_gradients import CarriedGradients
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
@@ -25,11 +26,10 @@ from flowscope.instruments.weight_samples import WeightSamples
 from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.norms import Number, norms
-from flowscope.probes.payload import Part, Sharing, local
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import few
+from flowscope.sums.payload import Part, Sharing, local
+from flowscope.sums.vector_norms import Number, norms
 
 SAMPLE_BUDGET = 1 << 22
 

@@ -14,8 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from flowscope.config import WatchConfig
+from flowscope.hooks import compiled
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
+from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
 from flowscope.instruments.cosines import METRICS as COSINES
 from flowscope.instruments.cosines import Cosines
@@ -30,12 +32,10 @@ from flowscope.instruments.widths import METRICS as WIDTHS
 from flowscope.instruments.widths import Widths
 from flowscope.model.plan import Flow
 from flowscope.model.view import ModelView
-from flowscope.probes import compiled
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, TO_INPUT
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, TO_INPUT
 
 
 class PointFlows(Instrument):

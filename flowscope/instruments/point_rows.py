@@ -15,8 +15,8 @@ from torch import Tensor
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.instruments.instrument import Array, table_rows
-from flowscope.probes.payload import Part, Sharing, flat, from_host
-from flowscope.probes.statistics import BACKWARDS
+from flowscope.sums.payload import Part, Sharing, flat, from_host
+from flowscope.sums.statistics import BACKWARDS
 
 CALLS = 2
 """Behind a row's columns: how often its point was called, and how often it could give a gradient."""

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from flowscope.errors import FlowscopeError
+from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.points import Point
 from flowscope.instruments.instrument import Array, Instrument
 from flowscope.metrics import Metric, Scale
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
 
 
 class PointStatistic(Instrument):

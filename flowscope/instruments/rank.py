@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flowscope.hooks.calls import PointKey
+from flowscope.hooks.hooks import Switch
 from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
-from flowscope.probes import matrices, statistics
-from flowscope.probes.hooks import Switch
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import BACKWARDS, ELEMENTS, full_precision
+from flowscope.model.hidden_state import is_compiling
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums import matrices, statistics
+from flowscope.sums.statistics import BACKWARDS, ELEMENTS, full_precision
 
 MATRIX_POINTS = 128
 """The cosine matrix has at most so many evenly spaced points."""

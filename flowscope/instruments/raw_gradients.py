@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.hooks.hooks import Hooks
+from flowscope.model.hidden_state import is_compiling
 from flowscope.model.parameters import ParameterList
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.norms import Number, norms
+from flowscope.sums.vector_norms import Number, norms
 from flowscope.torch_internals import backward_under_way
 
 SMALL = 1 << 16

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks, masked
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.replay import Replay, replay_gradients
+from flowscope.model.hidden_state import is_compiling
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.view import ModelView
-from flowscope.probes import site_summaries, summaries
-from flowscope.probes.hooks import Hooks, masked
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
+from flowscope.sums import point_metrics, site_metrics
+from flowscope.sums.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE
 
 KEEPING = {"LSTM": "forget", "GRU": "update"}
 """The gate of a recurrent layer that keeps its state."""
@@ -141,8 +141,8 @@ class RecurrentFlow(Instrument):
             rows[:, GRAD_SQUARE], rows[:, SQUARE] = gradients[row][order], activations[row][order]
             rows[:, ELEMENTS] = counts[order] * hidden
             rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
-            out.along(summaries.flow_metrics(rows), labels)
-            for metric, values in site_summaries.gate_metrics([table[row] for table in gates]).items():
+            out.along(point_metrics.flow_metrics(rows), labels)
+            for metric, values in site_metrics.gate_metrics([table[row] for table in gates]).items():
                 if gates:
                     out.add(metric, values, [f"{name}#{KEEPING[self._rnn.mode]}"])
         out.note(note)

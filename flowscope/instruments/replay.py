@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.errors import FlowscopeError
-from flowscope.probes.site_statistics import GATE_COLUMNS, gate_sums
-from flowscope.probes.statistics import wide
+from flowscope.sums.site_statistics import GATE_COLUMNS, gate_sums
+from flowscope.sums.statistics import wide
 
 Hidden = Tensor | tuple[Tensor, Tensor] | None
 State = tuple[Tensor, ...]  # (h,) or (h, c), each [b, H]

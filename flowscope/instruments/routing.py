@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.metrics import Metric
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.model.routers import Router
 from flowscope.model.view import ModelView
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.payload import local
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import full_precision
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.payload import local
+from flowscope.sums.statistics import full_precision
 
 TOLERANCE = 1e-2
 """Scores that are nowhere negative and add up to 1 within this (bf16 rounds to 4e-3) are probabilities."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowscope.hooks import compiled
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes import compiled
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import metric_key
 
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowscope.hooks.hooks import Hooks, in_backward
 from flowscope.instruments.fixed_points import may_be_differentiated_again, relative_residual, spectral_radius
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.plan import display_path
 from flowscope.model.structure import is_time
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks, in_backward
-from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.payload import from_host, local
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.payload import from_host, local
 
 ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
 """Names under which a layer says how its solver went; of the second pair both must be there."""

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument
 from flowscope.instruments.merge_sites import Group, SitesOfAFlow, group_by_flow
+from flowscope.model.hidden_state import floating_tensors
 from flowscope.model.hyper_connections import KnownConnection, by_flow
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes import site_statistics, site_summaries
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import floating_tensors
-from flowscope.probes.statistics import full_precision
+from flowscope.sums import site_metrics, site_statistics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.statistics import full_precision
 
 MATRICES = 1024
 """So many mixing matrices of a call are computed at most."""
@@ -126,7 +126,7 @@ class KnownStreams(SitesOfAFlow):
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
     def metrics_of(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
-        """Those of `site_summaries.mixing_metrics`, mix_matrix, branch_weight, ..."""
+        """Those of `site_metrics.mixing_metrics`, mix_matrix, branch_weight, ..."""
         count, side = len(self.labels), self._side
         rows = np.zeros((count, self.buffer.columns))
         rows[: len(sums)] = sums[:count]
@@ -139,7 +139,7 @@ class KnownStreams(SitesOfAFlow):
                 return np.asarray(np.where(held[:, :1] > 0, held[:, 1:] / held[:, :1], np.nan))
 
         matrices = means(self._mix).reshape(count, side, side)
-        out = {name: (values, self.labels) for name, values in site_summaries.mixing_metrics(matrices).items()}
+        out = {name: (values, self.labels) for name, values in site_metrics.mixing_metrics(matrices).items()}
         out["mix_matrix"] = (matrices, self.labels)
         out["branch_weight"] = (means(self._write).mean(1), self.labels)
         out["stream_cosine"] = (means(self._cosine)[:, 0], self.labels)

@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import AxisReader, hidden_input, hidden_output, is_compiling
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.layout import AxisReader, hidden_input, hidden_output, is_compiling
-from flowscope.probes.payload import Part, Sharing, flat, local, pack, packed_size, unpack
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import feature_last, spaced, wide
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.payload import Part, Sharing, flat, local, pack, packed_size, unpack
+from flowscope.sums.statistics import feature_last, spaced, wide
 
 SMOOTH_ZERO = 1e-5
 """GELU and SiLU never reach zero: a unit that stays below this is off (TheDeepChecker's limit)."""

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.norms import Number, numbers, row_norms
-from flowscope.probes.statistics import at_least_single, is_host, wide
+from flowscope.sums.statistics import at_least_single, is_host, wide
+from flowscope.sums.vector_norms import Number, numbers, row_norms
 from flowscope.torch_internals import foreach_norm
 
 RUN = 16

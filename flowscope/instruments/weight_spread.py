@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.parameters import rows
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.payload import local
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.statistics import at_least_single, real
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums.payload import local
+from flowscope.sums.statistics import at_least_single, real
 
 ROWS = 64
 ENTRIES = 64

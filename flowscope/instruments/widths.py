@@ -7,9 +7,9 @@ import numpy as np
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.points import FlowStep, Point, PointMeasure
 from flowscope.metrics import Metric
-from flowscope.probes import summaries
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.model.hidden_state import is_compiling
+from flowscope.record_builder import RecordBuilder
+from flowscope.sums import point_metrics
 
 METRICS = (
     Metric(
@@ -40,5 +40,5 @@ class Widths(PointMeasure):
 
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
         """Features are concatenated: a point's gradient is that of a layer's new features."""
-        out.add("group_grad_norm", summaries.flow_metrics(flow.rows)["grad_norm"], flow.labels)
+        out.add("group_grad_norm", point_metrics.flow_metrics(flow.rows)["grad_norm"], flow.labels)
         out.add("width", np.array([self._widths.get(key, np.nan) for key in flow.points]), flow.labels)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.parameters import ParameterList
 from flowscope.model.view import ModelView
-from flowscope.probes.hooks import Hooks
-from flowscope.probes.record_builder import RecordBuilder
+from flowscope.record_builder import RecordBuilder
 
 _parameter = partial(Metric, view="Parameters", rows="parameters")
 

@@ -64,7 +64,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.merging.observed import NormInput, SiteSums
 from flowscope.metrics import Metric
 from flowscope.model.sites import BlockSites
-from flowscope.probes.site_summaries import norm_factor
+from flowscope.sums.site_metrics import norm_factor
 
 State = Tensor | tuple[Tensor, ...] | None
 NormKind = Literal["pre", "post", "none"]

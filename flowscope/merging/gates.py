@@ -26,7 +26,7 @@ from flowscope.merging.connection import (
     without_autocast,
 )
 from flowscope.merging.observed import GateLogit
-from flowscope.probes.site_summaries import highway_factor
+from flowscope.sums.site_metrics import highway_factor
 
 
 class KeelOptions(ModeOptions):

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.hooks.hooks import in_backward
 from flowscope.metrics import Metric
-from flowscope.probes import site_statistics, site_summaries, statistics, summaries
-from flowscope.probes.hooks import in_backward
-from flowscope.probes.layout import is_compiling
-from flowscope.probes.statistics import Positions, Sums
+from flowscope.model.hidden_state import is_compiling
+from flowscope.sums import point_metrics, site_metrics, site_statistics, statistics
+from flowscope.sums.statistics import Positions, Sums
 
 Array = NDArray[np.float64]
 
@@ -86,7 +86,7 @@ class GateLogit(SiteSums):
 
     def values(self, rows: Array) -> dict[str, Array]:
         """See `gate_metrics`."""
-        return site_summaries.gate_metrics(list(rows)) if rows.any() else {}
+        return site_metrics.gate_metrics(list(rows)) if rows.any() else {}
 
 
 class NormInput(SiteSums):
@@ -122,7 +122,7 @@ class ResidualMix(Matrices):
         """See `mixing_metrics`; composites begin where the streams are expanded."""
         matrices = (rows[:, 1:] / rows[:, :1]).reshape(-1, self.streams, self.streams)
         starts = [k for k, (connection, site) in enumerate(self.sites) if not k or (connection.first and not site)]
-        return {**site_summaries.mixing_metrics(matrices, starts), "mix_matrix": matrices}
+        return {**site_metrics.mixing_metrics(matrices, starts), "mix_matrix": matrices}
 
 
 class Write(Matrices):
@@ -191,6 +191,6 @@ class BranchInput(SiteSums):
         """See `depth_metrics`."""
         if len(rows) < 2:
             return {}
-        depth = summaries.depth_metrics(np.pad(rows, ((0, 0), (statistics.TO_INPUT, 0))))
+        depth = point_metrics.depth_metrics(np.pad(rows, ((0, 0), (statistics.TO_INPUT, 0))))
         names = ("cosine", "cosine_p05", "cosine_p95", "cosine_to_input", "token_cosine", "sample_cosine")
         return {name: depth[name] for name in names}

@@ -18,7 +18,7 @@ from flowscope.merging.connection import (
     without_autocast,
 )
 from flowscope.model.sites import BlockSites
-from flowscope.probes.site_summaries import ALPHA
+from flowscope.sums.site_metrics import ALPHA
 
 _EPS = 1e-6
 _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer stay Pre-LN

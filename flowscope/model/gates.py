@@ -1,4 +1,4 @@
-"""Which modules of a model may be gates, from its structure; how their outputs are used decides (probes/products.py).
+"""Which modules of a model may be gates, from its structure; how their outputs are used decides (`gate_products.py`).
 
 A gate is a value in [0, 1] that something is multiplied by: of a squeeze-and-excitation block, an attention gate, a
 highway layer.

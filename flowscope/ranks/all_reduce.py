@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.payload import Part, from_host
+from flowscope.sums.buffer import HostCopy
+from flowscope.sums.payload import Part, from_host
 
 Array = NDArray[np.float64]
 GRACE = 1.0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flowscope.probes.payload import Sharing
+from flowscope.sums.payload import Sharing
 from flowscope.torch_internals import fsdp_states, is_joined
 
 

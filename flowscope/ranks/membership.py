@@ -19,7 +19,7 @@ from torch import nn
 
 from flowscope.config import WatchConfig
 from flowscope.faults import LOGGER
-from flowscope.probes.observation import Observation
+from flowscope.observation.observation import Observation
 from flowscope.ranks.groups import Group, find_group, several_processes
 from flowscope.schedule import Schedule
 from flowscope.torch_internals import sequence_of

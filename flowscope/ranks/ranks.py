@@ -30,11 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.config import WatchConfig
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.canary import Canary
-from flowscope.probes.observation import Observation
-from flowscope.probes.payload import Part, Sharing, from_host
-from flowscope.probes.statistics import wide
+from flowscope.hooks.canary import Canary
+from flowscope.observation.observation import Observation
 from flowscope.ranks.all_reduce import Agreement, Exchange, Extremes
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
@@ -42,6 +39,9 @@ from flowscope.records import Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import StepLoss
+from flowscope.sums.buffer import HostCopy
+from flowscope.sums.payload import Part, Sharing, from_host
+from flowscope.sums.statistics import wide
 
 Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)

@@ -31,7 +31,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from flowscope.metrics import Metric, described
 from flowscope.records import Alert, Event, Record, RunHeader, split_key
-from flowscope.sinks import images, summaries
+from flowscope.sinks import images, protobufs
 from flowscope.sinks.append_file import AppendFile
 from flowscope.sinks.binning import log10
 from flowscope.sinks.reduction import spread
@@ -96,18 +96,18 @@ class TensorBoardSink:
         self._tags_seen.clear()
         self._history.clear()
         self._image_due.clear()
-        self._add([summaries.strings("flowscope/header", [json.dumps(header.to_json(), default=str)], {})], 0)
+        self._add([protobufs.strings("flowscope/header", [json.dumps(header.to_json(), default=str)], {})], 0)
 
     def _write_record(self, record: Record) -> None:
         values = [
-            summaries.profile(f"flowscope/{key}", array, self._content(key, record))
+            protobufs.profile(f"flowscope/{key}", array, self._content(key, record))
             for key, array in record.metrics.items()
             if array.size and record.spec(key).drawn
         ]
         values += self._scalars(record)
         if self._layout_due:
             # only now is it known which charts have something to show
-            self._add([summaries.layout(self._charts(record))], 0)
+            self._add([protobufs.layout(self._charts(record))], 0)
             self._layout_due = False
         values += self._images(record)
         self._count += 1
@@ -121,7 +121,7 @@ class TensorBoardSink:
         self._alerts.append(alert)
         texts = [json.dumps(a.to_json(), default=str) for a in self._alerts_of_step]
         self._add(
-            [summaries.strings("flowscope/alerts", texts, {}), summaries.text("alerts", alert_table(self._alerts))],
+            [protobufs.strings("flowscope/alerts", texts, {}), protobufs.text("alerts", alert_table(self._alerts))],
             alert.step,
         )
 
@@ -143,7 +143,7 @@ class TensorBoardSink:
 
     def _scalars(self, record: Record) -> Iterator[Any]:
         if record.loss is not None:
-            yield summaries.scalar("flow/loss", record.loss)
+            yield protobufs.scalar("flow/loss", record.loss)
         for key, array in record.metrics.items():
             place = self._place(key, record)
             seen = array[~np.isnan(array)]
@@ -189,7 +189,7 @@ class TensorBoardSink:
             else:
                 png = cosine_image(name, labels, array, record.step)
                 words = "cosine of each pair of depths; bright off the diagonal: the blocks between change nothing"
-            yield summaries.image(f"depth/{name}/{metric}", png, words)
+            yield protobufs.image(f"depth/{name}/{metric}", png, words)
 
     def _add(self, values: list[Any], step: int) -> None:
         fresh = set()
@@ -210,7 +210,7 @@ class TensorBoardSink:
 def _spread(tag: str, seen: NDArray[np.float64]) -> Iterator[Any]:
     """The least, the middle and the largest value over depth."""
     for name, number in spread(seen).items():
-        yield summaries.scalar(f"{tag}/{name}", number)
+        yield protobufs.scalar(f"{tag}/{name}", number)
 
 
 def gradient_image(flow: str, labels: list[str], history: list[tuple[int, NDArray[np.float64]]]) -> bytes:

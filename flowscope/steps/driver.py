@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowscope.faults import Faults
 from flowscope.instruments.wiring import held_by
-from flowscope.probes.observation import Observation
+from flowscope.observation.observation import Observation
 from flowscope.ranks.ranks import Ranks
 from flowscope.recorder import Recorder
 from flowscope.records import Record

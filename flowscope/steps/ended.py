@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.snapshot import Snapshot
+from flowscope.observation.snapshot import Snapshot
 from flowscope.records import Record
 from flowscope.steps.losses import Losses, StepLoss
+from flowscope.sums.buffer import HostCopy
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.buffer import HostCopy
 from flowscope.records import Record
+from flowscope.sums.buffer import HostCopy
 
 MOST = 1000
 """Losses of so many steps are kept for the next record."""

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from flowscope.errors import FlowscopeError
+from flowscope.hooks.hooks import Hook, Hooks
 from flowscope.instruments.wiring import held_by
-from flowscope.probes.hooks import Hook, Hooks
 from flowscope.steps.phase import Action, Actions, Event
 from flowscope.torch_internals import (
     at_end_of_backward,

@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
 from flowscope.faults import Faults
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import METRICS
 from flowscope.instruments.merge_sites import MergeSites
 from flowscope.merging.connection import Connection
 from flowscope.merging.modes import rule_of
 from flowscope.merging.wrapping import connections, unwrap, wrap
-from flowscope.probes.hooks import Hooks
 
 B, T, D, DEPTH = 3, 5, 8, 3
 KEPT, CHANGED = 1e-5, 1e-4

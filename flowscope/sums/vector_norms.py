@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, real, wide
+from flowscope.sums.statistics import FP32_ENTRIES, FP32_SAFE, host_norm, is_host, real, wide
 from flowscope.torch_internals import foreach_norm
 
 JOINED_ENTRIES = 4096

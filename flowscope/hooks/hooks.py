@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from flowscope.errors import StopTraining
 from flowscope.faults import LOGGER, Faults
-from flowscope.probes import compiled
-from flowscope.probes.canary import Canary
+from flowscope.hooks import compiled
+from flowscope.hooks.canary import Canary
 from flowscope.torch_internals import at_end_of_backward, is_batched, is_view, no_training_pass, run_uncompiled
 from flowscope.torch_internals import in_backward as in_backward
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.statistics import wide
+from flowscope.sums.statistics import wide
 
 Array = NDArray[np.float64]
 BITS = 52

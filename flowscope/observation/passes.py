@@ -11,9 +11,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from flowscope.hooks.hooks import Switch
 from flowscope.instruments.raw_gradients import spread
 from flowscope.model.parameters import ParameterList
-from flowscope.probes.hooks import Switch
 
 
 class Earlier(Enum):

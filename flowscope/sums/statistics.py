@@ -3,8 +3,8 @@
 Axis letters: B batch, T tokens or positions, D features, N sampled positions (N <= B*T), L depth.
 
 Everything is a sum (of squares, counts, cosines, counts in logarithmic buckets), so that micro-batches, repeated calls
-and ranks combine by addition; `summaries` turns sums into means, norms and quantiles on the host. Sums of squares are
-fp64: squares of gradients near 1e-22 vanish in fp32 (measured in the first steps of a plain RNN).
+and ranks combine by addition; `point_metrics` turns sums into means, norms and quantiles on the host. Sums of squares
+are fp64: squares of gradients near 1e-22 vanish in fp32 (measured in the first steps of a plain RNN).
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor
 
-from flowscope.probes import statistics
-from flowscope.probes.buffer import DepositBuffer
-from flowscope.probes.payload import local
-from flowscope.probes.statistics import is_host
+from flowscope.sums import statistics
+from flowscope.sums.buffer import DepositBuffer
+from flowscope.sums.payload import local
+from flowscope.sums.statistics import is_host
 
 
 class Canary:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowscope.probes import statistics as s
-from flowscope.probes.statistics import BUCKETS, Positions, full_precision
+from flowscope.sums import statistics as s
+from flowscope.sums.statistics import BUCKETS, Positions, full_precision
 
 MOST_ENTRIES = 1 << 20
 """Copied positions wait for at most this many fp32 entries; then their rows are computed at once."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.metrics import Metric
-from flowscope.probes import site_statistics as s
+from flowscope.sums import site_statistics as s
 
 Array = NDArray[np.float64]
 SHARE = (0.0, 1.0)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowscope.errors import FlowscopeError
+from flowscope.hooks.hooks import masked
+from flowscope.jacobian.tensors import first_tensor, replace_first
 from flowscope.model.example_inputs import evaluating
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.model.plan import Flow
-from flowscope.probes.hooks import masked
-from flowscope.probes.tensors import first_tensor, replace_first
 from flowscope.torch_internals import compiler_was_imported
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.faults import Faults
+from flowscope.hooks.hooks import Hooks, Switch
 from flowscope.instruments import Instrument, instruments_for
+from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.view import ModelView
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.hooks import Hooks, Switch
-from flowscope.probes.layout import floating_tensors, is_compiling
-from flowscope.probes.passes import Earlier, Passes
-from flowscope.probes.snapshot import Snapshot
+from flowscope.observation.passes import Earlier, Passes
+from flowscope.observation.snapshot import Snapshot
+from flowscope.sums.buffer import HostCopy
 
 ALWAYS_TOLD = ("drop", "discard")
 EVENTS = (

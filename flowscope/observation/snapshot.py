@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flowscope.faults import Faults
 from flowscope.instruments import Instrument, Taken
-from flowscope.probes.buffer import HostCopy
-from flowscope.probes.payload import Part, Sharing
-from flowscope.probes.record_builder import RecordBuilder
-from flowscope.probes.sharing import parts_of
+from flowscope.observation.sharing import parts_of
+from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout, Record
+from flowscope.sums.buffer import HostCopy
+from flowscope.sums.payload import Part, Sharing
 
 Array = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.probes import statistics as s
+from flowscope.sums import statistics as s
 
 Array = NDArray[np.float64]
 

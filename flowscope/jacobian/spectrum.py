@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from flowscope.errors import FlowscopeError
+from flowscope.jacobian.segment import Inputs, Segment, quiet
 from flowscope.model.flows import find_flows
 from flowscope.model.plan import Flow
-from flowscope.probes.segment import Inputs, Segment, quiet
 from flowscope.records import match_flow
 
 Array = NDArray[np.float64]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.instruments.instrument import Taken
-from flowscope.probes.payload import Part, Sharing, flat
-from flowscope.probes.statistics import wide
+from flowscope.sums.payload import Part, Sharing, flat
+from flowscope.sums.statistics import wide
 
 Array = NDArray[np.float64]
 

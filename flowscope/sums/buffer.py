@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowscope.probes.statistics import Sums, wide
+from flowscope.sums.statistics import Sums, wide
 
 _HOST = torch.device("cpu")
 HostSums = NDArray[np.float64] | tuple[float, ...]

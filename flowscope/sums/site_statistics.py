@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowscope.probes.statistics import wide
+from flowscope.sums.statistics import wide
 
 GATE_SAMPLES = 1024
 LOGIT_RANGE = 16.0

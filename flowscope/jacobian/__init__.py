@@ -1,0 +1,1 @@
+"""`jacobian_spectrum`: singular values of the Jacobian of the last hidden state by the first."""

@@ -1,0 +1,1 @@
+"""How tensors become sums, where the sums wait, how they add up, and the metrics that are made of them on the host."""
