@@ -71,7 +71,8 @@ def test_each_is_switched_off_alone(name: str, monkeypatch: pytest.MonkeyPatch) 
     whole = record_of(Stack(2), instruments=[LargestInput])
     record = record_of(Stack(2), instruments=[LargestInput], config={"instruments": {name: False}})
     # without flows there are no points for the statistics of points
-    off = [k for k in (*BUILT_IN, LargestInput) if k.name == name or (name == "flows" and issubclass(k, PointStatistic))]
+    kinds = (*BUILT_IN, LargestInput)
+    off = [kind for kind in kinds if kind.name == name or (name == "flows" and issubclass(kind, PointStatistic))]
     own = {metric.name for kind in off for metric in kind.metrics}
     assert {*record.metrics} == {*whole.metrics} - own
 
