@@ -1,4 +1,4 @@
-"""What one sampled step says, as plain numbers: all behind the probes (detectors, sinks, panels) reads only these.
+"""What one sampled step says, as plain numbers: all behind the instruments (detectors, sinks, views) reads only these.
 
 Axis letters: L depth (blocks of a flow), L+1 its points.
 """

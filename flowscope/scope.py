@@ -1,4 +1,4 @@
-"""`watch` and its `Scope`: owns the probes, turns steps into records, hands them to detectors and sinks."""
+"""`watch` and its `Scope`: owns the instruments, turns steps into records, hands them to detectors and sinks."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def find_chains(modules: Sequence[Named], path: str, module: nn.Module) -> tuple
         module: where to look.
     """
     leaves = list(_leaves(module, path))
-    # a solver evaluates its right-hand side at states and stages, which are no chain (probes/trajectories.py)
+    # a solver evaluates its right-hand side at states and stages, which are no chain (instruments/ode.py)
     inside = tuple(f"{at}." for at, module in modules if at and is_dynamics(module))
     outside = [leaf for leaf in leaves if not leaf.path.startswith(inside)]
     apart = bool(inside) and any(len(chain.points) > 1 for chain in _split(outside)[0])

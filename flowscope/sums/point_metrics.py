@@ -1,4 +1,4 @@
-"""From sums to metrics, on the host: pure numpy functions of the rows that the probes deposited.
+"""From sums to metrics, on the host: pure numpy functions of the rows that hooks deposited.
 
 Axis letters: L depth (blocks), P = L + 1 points. NaN means "not seen".
 """
