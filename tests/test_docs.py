@@ -16,7 +16,7 @@ from flows_models import inputs as flow_inputs
 from torch import Tensor, nn
 
 import flowscope
-from flowscope.detectors import DETECTORS
+from flowscope.detectors import DETECTORS, NUMBERS, OUTCOME, WIRING, Level
 from flowscope.records import split_key
 from flowscope.steps.phase import STEP, Action, Event, Phase
 
@@ -252,6 +252,14 @@ def test_every_alert_kind_has_a_section_and_every_limit_is_a_field() -> None:
     shown = {key for block in python_blocks("README.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)}
     assert shown
     assert shown <= fields
+
+
+@pytest.mark.parametrize(("word", "level"), [("Numbers", NUMBERS), ("Wiring", WIRING), ("outcome", OUTCOME)])
+def test_the_kinds_of_a_level_are_named(word: str, level: Level) -> None:
+    named = re.search(rf"\*{word}\* \((.+?)\)", read("docs/alerts.md"))
+    assert named is not None
+    kinds = {detector.kind for detector in DETECTORS if detector.level is level}
+    assert set(re.findall(r"`(\w+)`", named.group(1))) == kinds
 
 
 # -- how it works
