@@ -21,7 +21,11 @@ browser:
 		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 		|| echo "NO BROWSER: chromium is missing and could not be installed (Debian: apt-get install chromium)" >&2
 
-check: $(VENV)/.ready-dev
+# mypy looks for what is shipped inside the package where it will stand
+flowscope/extras flowscope/integrations:
+	ln -s ../$(notdir $@) $@
+
+check: $(VENV)/.ready-dev flowscope/extras flowscope/integrations
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
