@@ -180,13 +180,13 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits."""
         # for a loss NaN is a value: None says that none was given
-        loss = "nan" if self.loss is not None and math.isnan(self.loss) else _plain(self.loss)
+        loss = "nan" if self.loss is not None and math.isnan(self.loss) else strict_json(self.loss)
         out: dict[str, Any] = {"type": "record", "step": self.step, "loss": loss}
         if self.flags:
             out["flags"] = list(self.flags)
         if self.notes:
             out["notes"] = list(self.notes)
-        out["metrics"] = {key: _plain(value.tolist()) for key, value in self.metrics.items()}
+        out["metrics"] = {key: strict_json(value.tolist()) for key, value in self.metrics.items()}
         return out
 
     @classmethod
@@ -229,7 +229,7 @@ class Alert:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
-        out = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        out = {name: strict_json(value) for name, value in vars(self).items() if value is not None}
         return {"type": "alert", **out}
 
     @classmethod
@@ -262,14 +262,22 @@ def match_flow(name: str, names: Sequence[str]) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
+def strict_json(value: Any, digits: int = 7) -> Any:
+    """Anything as strict JSON (RFC 8259) can hold it: what it does not know becomes text.
+
+    NaN becomes None, infinities the strings "inf" and "-inf", other numbers keep so many significant digits.
+    """
     if isinstance(value, float):
         if math.isnan(value):
             return None
-        return ("inf" if value > 0 else "-inf") if math.isinf(value) else float(f"{value:.7g}")
-    return value
+        return ("inf" if value > 0 else "-inf") if math.isinf(value) else float(f"{value:.{digits}g}")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [strict_json(item, digits) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item, digits) for key, item in value.items()}
+    return strict_json(value.item(), digits) if hasattr(value, "item") else str(value)
 
 
 def _array(value: Any) -> NDArray[np.float64]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flowscope.errors import FlowscopeError
-from flowscope.records import Alert, Event, Record, RunHeader
+from flowscope.records import Alert, Event, Record, RunHeader, strict_json
 from flowscope.sinks.append_file import AppendFile
 
 FILE_NAME = "flowscope.jsonl"
+ALL_DIGITS = 17
+"""Of a float64."""
 
 
 class JsonlSink:
@@ -56,21 +55,8 @@ def encode_event(event: Event) -> bytes:
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):  # a limit set to inf, a numpy scalar, a path in the configuration
-        text = json.dumps(_strict(data), separators=(",", ":"), allow_nan=False)
+        text = json.dumps(strict_json(data, ALL_DIGITS), separators=(",", ":"), allow_nan=False)
     return text.encode("ascii") + b"\n"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        # as in Record.to_json
-        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 @dataclass
@@ -94,6 +80,11 @@ class Run:
     unsampled: list[Record] = field(default_factory=list)
 
 
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """The file of a run, from itself or the folder that holds it."""
+    return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+
+
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read a run back, however it ended.
 
@@ -111,9 +102,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises:
         FlowscopeError: there is no such file.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / FILE_NAME
+    file = file_of(path)
     if not file.is_file():
         raise FlowscopeError(
             f"read_run({os.fspath(path)!r}): there is no file {os.fspath(file)!r}; expected {FILE_NAME} or the folder "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flowscope.records import strict_json
 
 Array = NDArray[np.float64]
 
@@ -17,6 +20,11 @@ COLUMNS = 320
 ROWS = 200
 PROFILE_ROWS = 2048
 MATRICES = 64
+DIGITS = 5
+"""Significant ones of the numbers that the browser gets."""
+
+strict = partial(strict_json, digits=DIGITS)
+"""Anything (an alert, a configuration) as strict JSON can hold it; what it does not know becomes text."""
 
 
 @dataclass(frozen=True)
@@ -163,25 +171,10 @@ def plain(values: Array) -> list[Any]:
 
 
 def _plain(value: float) -> float | int | str | None:
-    if value != value:
-        return None
-    if value in (float("inf"), float("-inf")):
-        return "inf" if value > 0 else "-inf"
-    short = float(f"{value:.5g}")
-    return int(short) if short.is_integer() and abs(short) < 1e6 else short
+    short: float | str | None = strict(value)
+    return int(short) if isinstance(short, float) and short.is_integer() and abs(short) < 1e6 else short
 
 
 def to_json(payload: Any) -> str:
     """Compact strict JSON of what `plain` and `strict` made."""
     return json.dumps(payload, separators=(",", ":"), allow_nan=False)
-
-
-def strict(value: Any) -> Any:
-    """Anything (an alert, a configuration) as strict JSON can hold it; what it does not know becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
-    if isinstance(value, float):
-        return _plain(value)
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
