@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Event, Record, RunHeader
 from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
-from flowscope.sinks.jsonl import FILE_NAME, UNREADABLE, decode_event
+from flowscope.sinks.jsonl import UNREADABLE, decode_event, file_of
 from flowscope.sinks.memory import MemorySink
 from flowscope.summary import summarize
 
@@ -43,7 +43,7 @@ def follow(
     Raises:
         FlowscopeError: there is no such file, or it went away.
     """
-    file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+    file = file_of(path)
     position, header = 0, None
     while True:
         try:
@@ -82,9 +82,8 @@ def show(batches: Iterable[list[Event]], stream: TextIO) -> None:
     console = _console(stream)
     if console is None:
         sink = ConsoleSink(stream)
-        for events in batches:
-            for event in events:
-                sink.write(event)
+        for event in chain.from_iterable(batches):
+            sink.write(event)
         return
     from rich.live import Live
     from rich.text import Text

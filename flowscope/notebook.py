@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flowscope.diagnosis import paired
 from flowscope.metrics import Metric, spec_of
 from flowscope.records import Alert, Record, RunHeader, metric_key
-from flowscope.sinks.binning import log10
+from flowscope.sinks.binning import extent, log10
 
 FLOWS = 4
 ALERTS = 10
@@ -159,10 +159,7 @@ def _shown(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _range(heights: NDArray[np.float64], log: bool) -> tuple[float, float]:
-    finite = heights[np.isfinite(heights)]
-    if not finite.size:
-        return (-1.0, 0.0) if log else (0.0, 1.0)
-    low, high = float(finite.min()), float(finite.max())
+    low, high = extent(heights, (0.0, 0.0) if log else (0.0, 1.0))
     if log:
         return min(math.floor(low), math.ceil(high) - 1.0), float(math.ceil(high))
     return (low, high) if high > low else (low - 0.5, high + 0.5)

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import Metric
 from flowscope.records import Key, Record
+from flowscope.sinks.binning import extent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -122,12 +122,7 @@ def heat_map(records: Source, metric: str = "gradient_product", *, flow: str | N
     """
     series = _series(records, metric, flow, dimensions=1)
     figure = _figure(6.0, 3.8)
-    axes = figure.subplots()
-    mesh = _draw_map(axes, series, log=series.spec.is_log)
-    figure.colorbar(mesh, ax=axes, label=metric)
-    _text(axes.set_title, series.name)
-    _text(axes.set_ylabel, _depth_words(series))
-    axes.set_xlabel("step")
+    _draw_map(figure.subplots(), series, log=series.spec.is_log)
     return figure
 
 
@@ -146,7 +141,7 @@ def cosine_matrix(records: Source, *, flow: str | None = None) -> Figure:
     figure = _figure(4.6, 3.9)
     axes = figure.subplots()
     edges = np.arange(len(matrix) + 1) - 0.5
-    low = -1.0 if (matrix[np.isfinite(matrix)] < 0).any() else 0.0
+    low = -1.0 if extent(matrix)[0] < 0 else 0.0
     mesh = axes.pcolormesh(edges, edges, matrix, cmap=_colour_map(), vmin=low, vmax=1.0, rasterized=True)
     axes.invert_yaxis()
     axes.set_aspect("equal")
@@ -175,11 +170,7 @@ def gates(records: Source, *, flow: str | None = None) -> Figure:
         ) from None
     figure = _figure(7.5, 3.8)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
-    mesh = _draw_map(left, series, log=False)
-    figure.colorbar(mesh, ax=left, label="gate_mean")
-    _text(left.set_ylabel, _depth_words(series))
-    left.set_xlabel("step")
-    _text(left.set_title, series.name)
+    _draw_map(left, series, log=False)
     last, depth = series.records[-1], np.arange(len(series.values[-1]))
     right.plot(series.values[-1], depth, color=COLOURS[0], marker=".")
     if (band := _band(last, "gate_mean", flow)) is not None:
@@ -214,8 +205,8 @@ def mixing(records: Source, *, flow: str | None = None) -> Figure:
     shown = np.unique(np.linspace(0, len(sites) - 1, min(len(sites), SITES)).round().astype(int))
     columns = min(8, len(shown))
     rows = -(-len(shown) // columns)
-    finite = sites[np.isfinite(sites)]
-    low, high = (min(0.0, finite.min()), max(0.0, finite.max())) if finite.size else (0.0, 1.0)
+    low, high = extent(sites, (0.0, 1.0))
+    low, high = min(low, 0.0), max(high, 0.0)
     figure = _figure(1.1 * columns + 1.2, 1.3 * rows + 0.5)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
@@ -425,7 +416,8 @@ def _finish_profile(axes: Axes, metric: str, *, log: bool) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_map(axes: Axes, series: _Series, *, log: bool) -> QuadMesh:
+def _draw_map(axes: Axes, series: _Series, *, log: bool) -> None:
+    """A metric by depth and step, with the bar of its colours."""
     from matplotlib.colors import LogNorm, Normalize
 
     count = len(series.steps)
@@ -444,7 +436,10 @@ def _draw_map(axes: Axes, series: _Series, *, log: bool) -> QuadMesh:
     edges = np.arange(len(grid) + 1) - 0.5
     mesh = axes.pcolormesh(_step_edges(steps), edges, drawn, cmap=_colour_map(), norm=norm, rasterized=True)
     axes.set_ylim(len(grid) - 0.5, -0.5)
-    return mesh
+    axes.figure.colorbar(mesh, ax=axes, label=series.metric)
+    _text(axes.set_title, series.name)
+    _text(axes.set_ylabel, _depth_words(series))
+    axes.set_xlabel("step")
 
 
 def _step_edges(steps: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -456,10 +451,9 @@ def _step_edges(steps: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _limits(grid: NDArray[np.float64], log: bool) -> tuple[float, float]:
-    finite = grid[np.isfinite(grid) & (grid > 0 if log else True)]
-    if not finite.size:
-        return (0.1, 1.0) if log else (0.0, 1.0)
-    low, high = float(finite.min()), float(finite.max())
+    low, high = extent(grid[grid > 0] if log else grid, (0.0, 0.0) if log else (0.0, 1.0))
+    if log and not high:
+        return 0.1, 1.0
     if log:
         top = np.ceil(np.log10(high))
         return float(10 ** min(np.floor(np.log10(low)), top - 2)), float(10**top)

@@ -1,4 +1,4 @@
-"""Depth made to fit a width: the shared step of sparklines and images."""
+"""Depth made to fit a width, and the scale of what is drawn: the shared steps of sparklines, charts and images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def log10(values: ArrayLike) -> NDArray[np.float64]:
     """Log10 without warnings: 0 gives -inf, negative numbers and NaN give NaN; any shape."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log10(np.asarray(values, dtype=np.float64))
+
+
+def extent(values: NDArray[np.float64], default: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
+    """The least and the largest finite value; `default` where none is finite."""
+    finite = values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if finite.size else default
 
 
 def bin_means(values: NDArray[np.float64], bins: int) -> NDArray[np.float64]:

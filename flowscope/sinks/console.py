@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
-from flowscope.sinks.binning import bin_means, log10
+from flowscope.sinks.binning import bin_means, extent, log10
 
 WIDTH = 40
 ROWS = 14
@@ -175,9 +175,7 @@ def sparkline(values: ArrayLike, width: int = WIDTH, log: bool = True, *, ascii_
     """
     profile = np.asarray(values, dtype=np.float64).reshape(-1)
     profile = bin_means(log10(profile) if log else profile, width)
-    finite = profile[np.isfinite(profile)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    low = min(low, high - 1.0) if log else min(low, 0.0)
+    low, high = _scale(profile, log)
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     dot = " " if ascii_only else _NOT_SEEN
     return "".join(dot if np.isnan(v) else levels[round(_share(v, low, high) * (len(levels) - 1))] for v in profile)
@@ -218,7 +216,8 @@ def depth_profile_text(
     columns = {
         name: profile[(fractions * (len(profile) - 1)).round().astype(int)] for name, profile in profiles.items()
     }
-    low, high = _scale(np.concatenate(list(columns.values())), log)
+    values = np.concatenate(list(columns.values()))
+    low, high = _scale(log10(values) if log else values, log)
     width = max(10 + BAR, *(len(name) + 1 for name in columns))
     scale = f"bars: {'log10 ' if log else ''}{low:.3g} to {high:.3g}"
     lines = [f"{metric} (input first; {scale})", "depth  " + "".join(f"{name:<{width}}" for name in columns)]
@@ -238,11 +237,9 @@ def _profile(name: str, record: Record, metric: str) -> NDArray[np.float64]:
     return profile
 
 
-def _scale(values: NDArray[np.float64], log: bool) -> tuple[float, float]:
-    if log:
-        values = log10(values)
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+def _scale(heights: NDArray[np.float64], log: bool) -> tuple[float, float]:
+    """The ends of the bars, of logarithms on a log scale: there at least one decade apart, else 0 is inside."""
+    low, high = extent(heights)
     return (min(low, high - 1.0) if log else min(low, 0.0)), high
 
 

@@ -33,7 +33,7 @@ from flowscope.metrics import Metric, described
 from flowscope.records import Alert, Event, Record, RunHeader, split_key
 from flowscope.sinks import images, protobufs
 from flowscope.sinks.append_file import AppendFile
-from flowscope.sinks.binning import log10
+from flowscope.sinks.binning import extent, log10
 from flowscope.sinks.reduction import spread
 
 LEAST = 1e-30
@@ -216,8 +216,7 @@ def _spread(tag: str, seen: NDArray[np.float64]) -> Iterator[Any]:
 def gradient_image(flow: str, labels: list[str], history: list[tuple[int, NDArray[np.float64]]]) -> bytes:
     """The gradient product over depth (downwards, input at the top) and recent records (to the right), as PNG."""
     values = log10(np.stack([profile for _, profile in history], axis=1))
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (-1.0, 0.0)
+    low, high = extent(values, (-1.0, 0.0))
     # at least two decades, so that noise does not look like a slope
     limits = (min(np.floor(low), np.ceil(high) - 2), float(np.ceil(high)))
     first, last = history[0][0], history[-1][0]
@@ -234,8 +233,7 @@ def gradient_image(flow: str, labels: list[str], history: list[tuple[int, NDArra
 
 def cosine_image(flow: str, labels: list[str], matrix: NDArray[np.float64], step: int) -> bytes:
     """The cosine of each pair of depths as PNG."""
-    finite = matrix[np.isfinite(matrix)]
-    lowest = float(finite.min()) if finite.size else 0.0
+    lowest, _ = extent(matrix)
     return images.heat_map(
         matrix,
         f"cosine between depths of {flow}, step {step}",
