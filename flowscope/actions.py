@@ -144,11 +144,7 @@ class Snapshot(Action):
             self._recent.append(event)
         for path, (sink, left) in list(self._open.items()):
             sink.write(event)
-            left -= isinstance(event, Record)
-            self._open[path] = sink, left
-            if left <= 0:
-                sink.close()
-                del self._open[path]
+            self._keep_open(path, sink, left - isinstance(event, Record))
 
     def act(self, alert: Alert) -> None:
         """Begin a snapshot."""
@@ -160,8 +156,12 @@ class Snapshot(Action):
         for event in (self._header, *self._recent, alert):
             if event is not None:
                 sink.write(event)
-        self._open[path] = sink, self._after
-        if self._after <= 0:
+        self._keep_open(path, sink, self._after)
+
+    def _keep_open(self, path: Path, sink: JsonlSink, left: int) -> None:
+        """Let a snapshot take so many more records; without any it is complete."""
+        self._open[path] = sink, left
+        if left <= 0:
             sink.close()
             del self._open[path]
 

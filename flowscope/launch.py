@@ -45,8 +45,8 @@ class Launch:
         self._forwards: dict[int, int] = {}
         self._finder = _PatchOnImport(
             {
-                "torch.optim.optimizer": self._patch_optimizer,
-                "torch.amp.grad_scaler": self._patch_scaler,
+                "torch.optim.optimizer": lambda module: _after_making(module.Optimizer, self._optimizer_made),
+                "torch.amp.grad_scaler": lambda module: _after_making(module.GradScaler, self._scaler_made),
             }
         )
 
@@ -76,12 +76,6 @@ class Launch:
         return f"flowscope: the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
 
     # -- what the script constructs ------------------------------------------------------------------------------------
-
-    def _patch_optimizer(self, module: types.ModuleType) -> None:
-        _after(module.Optimizer, "__init__", self._optimizer_made)
-
-    def _patch_scaler(self, module: types.ModuleType) -> None:
-        _after(module.GradScaler, "__init__", self._scaler_made)
 
     def _optimizer_made(self, optimizer: Any) -> None:
         from flowscope.instruments.wiring import held_by
@@ -176,9 +170,9 @@ class _PatchOnImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
 
-def _after(owner: type, name: str, call: Callable[[Any], None]) -> None:
-    """Let `call(self)` follow a constructor; a fault of it is told and never raised."""
-    original = getattr(owner, name)
+def _after_making(made: Any, call: Callable[[Any], None]) -> None:
+    """Let `call(self)` follow the constructor of a class; a fault of it is told and never raised."""
+    original = made.__init__
 
     @functools.wraps(original)
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +182,7 @@ def _after(owner: type, name: str, call: Callable[[Any], None]) -> None:
         except Exception as error:
             print(f"flowscope: attaching failed, the script goes on: {type(error).__name__}: {error}", file=sys.stderr)
 
-    setattr(owner, name, constructed)
+    made.__init__ = constructed
 
 
 def _roots(held: set[int]) -> list[nn.Module]:

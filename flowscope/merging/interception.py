@@ -179,9 +179,7 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
 
 def leave(output: Any, place: int | str | None, call: BlockCall) -> Any:
     """Return a block's output without tags, its carry as the connection hands it on."""
-    if place is None:
-        return call.connection.end(plain(output), call.state[0])
-    if isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
+    if place is None or isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
         return call.connection.end(plain(output), call.state[0])
     if isinstance(output, dict):
         for key in output:

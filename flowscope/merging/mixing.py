@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowscope.merging.connection import without_autocast
+from flowscope.merging.projection import centre
 
 Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
 EPS = 1e-5  # added to the variance
@@ -36,10 +37,6 @@ def read_and_mix(h: Tensor, weight: Tensor, static: Tensor, scale: Tensor, centr
     """
     outputs: tuple[Tensor, ...] = _ReadAndMix.apply(h, weight, static, scale, centred, tanh)  # type: ignore[no-untyped-call]
     return outputs[0], outputs[1], outputs[2], outputs[3]
-
-
-def _centre(weight: Tensor, centred: bool) -> Tensor:
-    return weight - weight.mean(-1, keepdim=True) if centred else weight
 
 
 def _of_rows(scale: Tensor, n: int) -> Tensor:
@@ -99,13 +96,13 @@ def _backward(
         slope = slope + grad_inverse * inverse * inverse
     slope = slope * inverse * (-1.0 / d)
     rows = h.reshape(m * n, d)
-    grad_weight = _centre(grad_product @ rows, ctx.centred) if ctx.needs_input_grad[1] else None
+    grad_weight = centre(grad_product @ rows, ctx.centred) if ctx.needs_input_grad[1] else None
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_static, grad_scale, None, None
     # In place only on what depends on every gradient: vmap allows no other.
     grad_h = torch.bmm(mix.transpose(1, 2), both)
     grad_rows = grad_h.view(m * n, d)
-    grad_rows.addmm_(grad_product.t(), _centre(weight, ctx.centred))
+    grad_rows.addmm_(grad_product.t(), centre(weight, ctx.centred))
     grad_rows.addcmul_(rows, slope.unsqueeze(-1))
     if ctx.centred:
         shift = slope * mean
@@ -128,7 +125,7 @@ class _ReadAndMix(torch.autograd.Function):
         mean = rows.mean(-1) if centred else torch.zeros_like(norm)
         minus_variance = torch.addcmul(mean * mean, norm, norm, value=-1.0 / d).clamp_max_(0.0)
         inverse = (EPS - minus_variance).rsqrt_()
-        logits = (_centre(weight, centred) @ rows.t()).mul_(inverse)
+        logits = (centre(weight, centred) @ rows.t()).mul_(inverse)
         values = torch.tanh(logits) if tanh else logits.clone()
         each = values.view(n + 2, m, n)
         mix = torch.addcmul(static[: n + 1].unsqueeze(1), each[: n + 1], _of_rows(scale, n))
@@ -162,7 +159,7 @@ class _ReadAndMix(torch.autograd.Function):
         rows, t_rows = h.reshape(m * n, d), t_h.reshape(m * n, d)
         t_mean = t_rows.mean(-1) if ctx.centred else torch.zeros_like(mean)
         t_inverse = -(inverse**3) * ((rows - mean.unsqueeze(-1)) * t_rows).mean(-1)
-        t_product = _centre(t_weight, ctx.centred) @ rows.t() + _centre(weight, ctx.centred) @ t_rows.t()
+        t_product = centre(t_weight, ctx.centred) @ rows.t() + centre(weight, ctx.centred) @ t_rows.t()
         t_logits = t_product * inverse + logits * (t_inverse / inverse)
         t_values = t_logits * (1.0 - values * values) if ctx.tanh else t_logits.clone()
         value, t_value = values.view(n + 2, m, n), t_values.view(n + 2, m, n)

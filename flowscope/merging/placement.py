@@ -14,6 +14,7 @@ from torch import nn
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext, NormKind
 from flowscope.merging.interception import BlockRule
+from flowscope.model.hidden_state import AxisReader
 from flowscope.model.sites import BlockSites, SitePlan
 
 
@@ -105,14 +106,7 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
 
 def feature_axis(block: nn.Module, shape: tuple[int, ...]) -> int:
     """Return 1 where the carried x has its features on axis 1 (convolutions), else -1."""
-    channels: set[int] = set()
-    last: set[int] = set()
-    for module in block.modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            channels.add(module.out_channels)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            channels.add(module.num_features)
-        elif isinstance(module, nn.Linear):
-            last |= {module.in_features, module.out_features}
-    on_channels = len(shape) >= 3 and shape[1] in channels and (len(shape) >= 4 or shape[-1] not in last)
+    widths = AxisReader.of(block)
+    on_channels = len(shape) >= 3 and shape[1] in widths.channel_widths
+    on_channels = on_channels and (len(shape) >= 4 or shape[-1] not in widths.feature_widths)
     return 1 if on_channels else -1

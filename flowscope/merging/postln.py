@@ -221,15 +221,8 @@ def deepnorm_weights(block: nn.Module) -> list[tuple[str, Tensor, bool]]:
     found: list[tuple[str, Tensor, bool]] = []
     for path, module in block.named_modules():
         leaf, weight = path.rsplit(".", 1)[-1].lower(), getattr(module, "weight", None)
-        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-            found += _thirds(f"{path}.in_proj_weight".lstrip("."), module.in_proj_weight.detach())
-            continue
         if isinstance(module, nn.MultiheadAttention):
-            parts = (("q", False), ("k", False), ("v", True))
-            found += [
-                (f"{path}.{p}_proj_weight".lstrip("."), getattr(module, f"{p}_proj_weight").detach(), b)
-                for p, b in parts
-            ]
+            found += _attention_weights(path, module)
             continue
         if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding):
             continue
@@ -241,6 +234,13 @@ def deepnorm_weights(block: nn.Module) -> list[tuple[str, Tensor, bool]]:
         else:
             found.append((name, matrix, leaf not in _QUERY_KEY))
     return found
+
+
+def _attention_weights(path: str, module: nn.MultiheadAttention) -> list[tuple[str, Tensor, bool]]:
+    if module.in_proj_weight is not None:
+        return _thirds(f"{path}.in_proj_weight".lstrip("."), module.in_proj_weight.detach())
+    names = [(f"{part}_proj_weight", part == "v") for part in "qkv"]
+    return [(f"{path}.{name}".lstrip("."), getattr(module, name).detach(), branch) for name, branch in names]
 
 
 def _thirds(name: str, matrix: Tensor) -> list[tuple[str, Tensor, bool]]:

@@ -25,7 +25,8 @@ def project_normalised(rows: Tensor, weight: Tensor, eps: float, centred: bool) 
     return logits
 
 
-def _centre(weight: Tensor, centred: bool) -> Tensor:
+def centre(weight: Tensor, centred: bool) -> Tensor:
+    """Return the rows of a weight less their means where the norm is `centred`."""
     return weight - weight.mean(-1, keepdim=True) if centred else weight
 
 
@@ -36,7 +37,7 @@ def _forward(rows: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[T
     mean = rows.mean(-1) if centred else torch.zeros_like(square)
     variance = (square - mean * mean).clamp_min(0.0) if centred else square
     inverse = torch.rsqrt(variance + eps)
-    return (_centre(weight, centred) @ rows.t()) * inverse, inverse, mean
+    return (centre(weight, centred) @ rows.t()) * inverse, inverse, mean
 
 
 class _NormalisedProduct(torch.autograd.Function):
@@ -61,12 +62,12 @@ class _NormalisedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # d inverse = -inverse^3/2 d variance, d variance = 2/D (rows - mean) d rows
             slope = ((grad * logits).sum(0) + grad_inverse * inverse) * inverse * inverse / -d
-            grad_rows = grad_product.t() @ _centre(weight, ctx.centred)
+            grad_rows = grad_product.t() @ centre(weight, ctx.centred)
             grad_rows.addcmul_(rows, slope.unsqueeze(-1))
             if ctx.centred:
                 grad_rows.add_((grad_mean / d - slope * mean).unsqueeze(-1))
         if ctx.needs_input_grad[1]:
-            grad_weight = _centre(grad_product @ rows, ctx.centred)
+            grad_weight = centre(grad_product @ rows, ctx.centred)
         return grad_rows, grad_weight, None, None
 
     @staticmethod
@@ -75,6 +76,6 @@ class _NormalisedProduct(torch.autograd.Function):
         centred = ctx.centred
         t_variance = ((rows - mean.unsqueeze(-1)) * t_rows).mean(-1) * 2.0
         t_inverse = -0.5 * inverse**3 * t_variance
-        t_product = _centre(t_weight, centred) @ rows.t() + _centre(weight, centred) @ t_rows.t()
+        t_product = centre(t_weight, centred) @ rows.t() + centre(weight, centred) @ t_rows.t()
         t_mean = t_rows.mean(-1) if centred else torch.zeros_like(mean)
         return t_product * inverse + logits * (t_inverse / inverse), t_inverse, t_mean

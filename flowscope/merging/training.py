@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import Connection
 from flowscope.merging.modes import Rule, rule_of
+from flowscope.merging.wrapping import connections
 
 
 def param_groups(
@@ -67,14 +66,10 @@ def param_groups(
     ]
 
 
-def _connections(model: nn.Module) -> Iterator[Connection]:
-    return (module for module in model.modules() if isinstance(module, Connection))
-
-
 def _connection_parameters(model: nn.Module) -> tuple[set[int], set[int]]:
     """Return the ids of the generators and of the other parameters of a model's connections."""
-    generators = {id(p) for c in _connections(model) for _, p in c.generator_parameters()}
-    statics = {id(p) for c in _connections(model) for _, p in c.static_parameters()}
+    generators = {id(p) for _, c in connections(model) for _, p in c.generator_parameters()}
+    statics = {id(p) for _, c in connections(model) for _, p in c.static_parameters()}
     return generators, statics
 
 

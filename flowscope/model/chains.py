@@ -56,7 +56,7 @@ def find_chains(modules: Sequence[Named], path: str, module: nn.Module) -> tuple
         path: of the module in it.
         module: where to look.
     """
-    leaves = list(_leaves(module, path))
+    leaves = list(_leaves(module, path, None, {}, (), ""))
     # a solver evaluates its right-hand side at states and stages, which are no chain (instruments/ode.py)
     inside = tuple(f"{at}." for at, module in modules if at and is_dynamics(module))
     outside = [leaf for leaf in leaves if not leaf.path.startswith(inside)]
@@ -83,14 +83,10 @@ def find_chains(modules: Sequence[Named], path: str, module: nn.Module) -> tuple
     return sorted(flows.values(), key=lambda f: order.get(f.outputs[0], 0)), notes
 
 
-def _leaves(module: nn.Module, path: str, sequence: str | None = None) -> Iterator[_Leaf]:
-    """All layers in registration order, parallel lists left out, the first path of a shared layer for each call."""
-    yield from _walk(module, path, sequence, {}, (), "")
-
-
-def _walk(
+def _leaves(
     module: nn.Module, path: str, sequence: str | None, first: dict[int, str], above: tuple[nn.Module, ...], tower: str
 ) -> Iterator[_Leaf]:
+    """All layers in registration order, parallel lists left out, the first path of a shared layer for each call."""
     inner = unwrap(module)
     if is_atom(inner):
         parent = sequence if sequence is not None else path.rpartition(".")[0]
@@ -105,7 +101,7 @@ def _walk(
         if not beside and not any(child is m for m in above):
             at = join(path, name)
             inside = at if is_towers(path.rpartition(".")[2], inner) else tower
-            yield from _walk(child, at, sequence, first, (*above, module), inside)
+            yield from _leaves(child, at, sequence, first, (*above, module), inside)
 
 
 def _split(leaves: list[_Leaf]) -> tuple[list[_Chain], list[str]]:

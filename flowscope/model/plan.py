@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeVar, overload
+
+Item = TypeVar("Item")
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
@@ -46,24 +49,38 @@ class Flow:
     fused: bool = False
 
 
+class Listing(Sequence[Item]):
+    """What answers as the sequence of its `items`."""
+
+    @property
+    @abstractmethod
+    def items(self) -> tuple[Item, ...]:
+        """What there is, in order."""
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        """The one at an index."""
+        return self.items[index]
+
+
 @dataclass(frozen=True)
-class FlowPlan(Sequence[Flow]):
+class FlowPlan(Listing[Flow]):
     """The flows `watch` would act on, the main one first, and notes on what was not taken and why."""
 
     flows: tuple[Flow, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __len__(self) -> int:
-        """How many flows."""
-        return len(self.flows)
-
-    @overload
-    def __getitem__(self, index: int) -> Flow: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Flow, ...]: ...
-    def __getitem__(self, index: int | slice) -> Flow | tuple[Flow, ...]:
-        """The flow at an index, main one first."""
-        return self.flows[index]
+    @property
+    def items(self) -> tuple[Flow, ...]:
+        """The flows, main one first."""
+        return self.flows
 
     def __str__(self) -> str:
         """A table: name, kind, number of modules, first and last path; then the notes."""

@@ -11,9 +11,9 @@ import fnmatch
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.model.example_inputs import Call, as_call, block_calls, default_calls, describe, evaluating, runnable
 from flowscope.model.flows import find_flows
 from flowscope.model.nested import nested_tensors
-from flowscope.model.plan import aligned
+from flowscope.model.plan import Listing, aligned
 from flowscope.model.tracing import TracedBlock, trace_block
 
 
@@ -76,7 +76,7 @@ class BlockSites:
 
 
 @dataclass(frozen=True)
-class SitePlan(Sequence[Site]):
+class SitePlan(Listing[Site]):
     """What `wrap` would act on, printable.
 
     Attributes:
@@ -98,17 +98,10 @@ class SitePlan(Sequence[Site]):
             for i, s in enumerate(b.traced.sites)
         )
 
-    def __len__(self) -> int:
-        """How many sites."""
-        return len(self.sites)
-
-    @overload
-    def __getitem__(self, index: int) -> Site: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Site, ...]: ...
-    def __getitem__(self, index: int | slice) -> Site | tuple[Site, ...]:
-        """The site at an index."""
-        return self.sites[index]
+    @property
+    def items(self) -> tuple[Site, ...]:
+        """The sites."""
+        return self.sites
 
     def __str__(self) -> str:
         """A table of sites by flow, then what cannot be wrapped and why."""

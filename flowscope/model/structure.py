@@ -78,10 +78,10 @@ def signature(module: nn.Module) -> tuple[object, ...]:
     )
 
 
-def required_arguments(module: nn.Module) -> list[str]:
-    """Names of the positional arguments without default of a module's forward; [] where they cannot be read."""
+def required_arguments(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional arguments without default of a module's forward; none where they cannot be read."""
     kind: Any = type(module)
-    return list(_required_arguments(kind))
+    return _required_arguments(kind)
 
 
 @functools.lru_cache(maxsize=256)
