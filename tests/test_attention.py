@@ -24,7 +24,7 @@ from two_ranks import torchrun
 from watch_models import close_to, watched
 
 import flowscope
-from flowscope.instruments.attention import Rows, attention_modules, head_sums, row_values, strides
+from flowscope.instruments.attention import Product, Rows, attention_modules, head_sums, row_values, strides
 
 KINDS = ("sdpa", "softmax", "multi-head")
 CHECKPOINTS = (None, False, True)
@@ -136,9 +136,9 @@ def found(logits: Tensor) -> dict[str, float]:
     return {"attention_logit_max": sums[3:].max(), "attention_logit_head": sums[3:].argmax(), **means}
 
 
-def agree(logits: Tensor, truth: np.ndarray, rtol: float = 1e-5) -> None:
+def agree(logits: Any, truth: np.ndarray, rtol: float = 1e-5) -> None:
     values = naive([truth])
-    for name, value in found(logits).items():
+    for name, value in found(logits.logits() if isinstance(logits, Product) else logits).items():
         np.testing.assert_allclose(value, values[name], rtol=rtol, atol=1e-6, err_msg=name)
 
 

@@ -9,6 +9,7 @@ Axis letters: N positions (B*T), D channels.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -19,10 +20,21 @@ from flowscope.hooks.points import Point
 from flowscope.instruments.instrument import Array
 from flowscope.instruments.point_statistic import PointStatistic
 from flowscope.metrics import Metric
-from flowscope.sums.statistics import at_least_single, feature_last, real_features, wide
+from flowscope.sums.statistics import at_least_single, feature_last, is_host, real_features, wide
 
 _depth = partial(Metric, view="Depth", scale="log")
 SMALL = 2.0**-64
+
+
+def _host_sums(square: Tensor, largest_number: float) -> Tensor:
+    """The sums of squares [N, D] on the host: products of matrices, as each small operation costs there."""
+    flat = square.flatten()
+    channels = (square.new_ones(1, square.shape[0]) @ square)[0].double().numpy()
+    number = int(channels.argmax())
+    top, largest = float(channels[number]), math.sqrt(flat.max().item())
+    fourth = float(torch.dot(flat, flat))
+    sums = flat.numel(), channels.sum(), fourth, largest, 1.0, top, top * number, top * number**2, largest_number
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 class ActivationShape(PointStatistic):
@@ -83,6 +95,8 @@ class ActivationShape(PointStatistic):
         largest_number = torch.finfo(states.dtype).max * SMALL  # fp64: the sum of two such numbers is inf
         x = at_least_single(real_features(states)).flatten(0, 1)
         square = x * x
+        if is_host(x):
+            return _host_sums(square, largest_number)
         channels = square.sum(0)
         top, number = channels.max(0)
         fourth = torch.linalg.vecdot(square, square).sum()

@@ -34,7 +34,7 @@ from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
 from flowscope.sums.payload import Part, Sharing
-from flowscope.sums.statistics import full_precision, wide
+from flowscope.sums.statistics import full_precision, is_host, wide
 from flowscope.torch_internals import HOOKED_INTERMEDIATES, in_backward, in_compiled_call, is_compiled, newest_mode
 
 SINK, ROWS, HEADS = 1, 2, 3
@@ -46,7 +46,7 @@ MASKED = -5e3
 """A logit below this is a masked pair (-inf, the least number of a dtype, -1e4 or -1e9); a row of such is left out."""
 OFF = -1e30
 """Stands for -inf: exp of it is 0 in fp32, and the product of both is too."""
-SAMPLES = 4
+SAMPLES = 2
 """Where there are more rows than are looked at, those of so many samples: their keys are copied."""
 NOWHERE = -1
 """The mark where no layer runs."""
@@ -170,6 +170,48 @@ def _late_keys(rows: int, keys: int, stride: int, device: torch.device) -> Tenso
     return after[::stride]
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """Queries [B, H, R, D] and keys [B, G, S, D] of one call, copied: on the host many are multiplied at once.
+
+    Attributes:
+        query, key: likewise.
+        kind: what calls must have in common for it: scale, whether it is causal, queries in all, their stride.
+    """
+
+    query: Tensor
+    key: Tensor
+    kind: tuple[float | None, bool, int, int]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Calls for which this is the same are multiplied at once."""
+        return self.query.shape, self.key.shape, self.kind
+
+    def logits(self) -> Tensor:
+        """[B, H, R, S]."""
+        scale, causal, rows, stride = self.kind
+        logits = product_logits(self.query, self.key, scale)
+        if causal:
+            make = _late_keys.__wrapped__ if is_compiling() else _late_keys
+            logits += make(rows, self.key.shape[2], stride, logits.device)
+        return logits
+
+
+def values_of(products: Sequence[Product]) -> list[Tensor]:
+    """The `row_values` [3, B, H, R] of each of the products, those that are alike at once."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for at, product in enumerate(products):
+        groups.setdefault(product.alike, []).append(at)
+    out: dict[int, Tensor] = {}
+    for places in groups.values():
+        group = [products[at] for at in places]
+        query, key = (torch.cat([getattr(product, name) for product in group]) for name in ("query", "key"))
+        values = row_values(Product(query, key, group[0].kind).logits())
+        out.update(zip(places, values.chunk(len(group), 1), strict=True))
+    return [out[at] for at in range(len(products))]
+
+
 class Rows:
     """Which rows of one call are looked at.
 
@@ -185,9 +227,9 @@ class Rows:
         b, t = strides(batch, rows, self._limit)
         return (batch, t) if b > 1 and key.numel() // b > LARGE else (b, t)
 
-    def of(self, kind: str) -> Callable[..., Tensor]:
+    def of(self, kind: str) -> Callable[..., Tensor | Product]:
         """What gives the logits [B, H, R, S] of rows, from the arguments of a function of that kind."""
-        kinds: dict[str, Callable[..., Tensor]] = {
+        kinds: dict[str, Callable[..., Tensor | Product]] = {
             "product": self.of_product,
             "multi-head": self.of_multi_head,
             "flex": self.of_flex,
@@ -211,16 +253,16 @@ class Rows:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        """Logits of rows of `scaled_dot_product_attention`, whose arguments these are."""
+    ) -> Tensor | Product:
+        """Logits of rows of `scaled_dot_product_attention`, whose arguments these are; later where that is cheaper."""
         del value, dropout_p, enable_gqa
         whole = query.shape[:-1]
         query, key = heads_last(query.detach(), self.heads), heads_last(key.detach(), self.heads)
         b, t = self._strides(query.shape[0], query.shape[2], key)
-        logits = product_logits(query[::b, :, ::t], key[::b], scale)
-        if is_causal:
-            make = _late_keys.__wrapped__ if is_compiling() else _late_keys
-            logits += make(query.shape[2], key.shape[2], t, query.device)
+        product = Product(query[::b, :, ::t], key[::b], (scale, is_causal, query.shape[2], t))
+        if attn_mask is None and is_host(query):
+            return Product(product.query.clone(), product.key.clone(), product.kind)
+        logits = product.logits()
         if attn_mask is not None:
             mask = heads_last(attn_mask.detach().expand(*whole, key.shape[2]), self.heads)
             logits = _masked(logits, mask[::b, :, ::t])
@@ -383,7 +425,7 @@ class Layer:
         """Whether a pass with gradient of the forward under way was seen."""
         self.marks: dict[torch.device, Tensor] = {}
         """[1] its number, on each device."""
-        self.waiting: list[Tensor] = []
+        self.waiting: list[Tensor | Product] = []
         self.sums: Tensor | None = None
 
     def is_first_pass(self, *, recomputing: bool) -> bool:
@@ -393,8 +435,8 @@ class Layer:
         self.entered = True
         return True
 
-    def deposit(self, values: Tensor, gradient: Tensor | None) -> None:
-        """Keep the values [3, B, H, R] of a call's rows."""
+    def deposit(self, values: Tensor | Product, gradient: Tensor | None) -> None:
+        """Keep the values [3, B, H, R] of a call's rows, or what they will be computed from."""
         del gradient
         self.waiting.append(values)
         if len(self.waiting) >= WAITING:
@@ -402,20 +444,24 @@ class Layer:
 
     def take(self) -> Tensor | None:
         """[3 + H] what calls outside of compiled code deposited, None where there were none; and start again."""
-        found = [head_sums(values) for values in self.waiting] + ([] if self.sums is None else [self.sums])
-        self.waiting, self.sums = [], None
-        return reduce(combined, found) if found else None
+        (taken,) = take_all([self])
+        return taken
 
 
-def taken(layers: Sequence[Layer]) -> list[Tensor | None]:
-    """What `Layer.take` gives, of all layers at once where each has run once."""
-    first = [layer.waiting[0] for layer in layers if len(layer.waiting) == 1 and layer.sums is None]
-    alike = {(values.shape, values.device) for values in first}
-    if len(first) != len(layers) or len(alike) != 1:
-        return [layer.take() for layer in layers]
+def take_all(layers: Sequence[Layer]) -> list[Tensor | None]:
+    """What `Layer.take` gives, of many layers at once."""
+    calls = [(layer, waiting) for layer in layers for waiting in layer.waiting]
+    products = [waiting for _, waiting in calls if isinstance(waiting, Product)]
+    computed = iter(values_of(products)) if products else iter(())
+    values = [next(computed) if isinstance(waiting, Product) else waiting for _, waiting in calls]
+    alike = len({(v.shape, v.device) for v in values}) == 1
+    sums = list(head_sums(torch.stack(values)).unbind()) if alike else [head_sums(v) for v in values]
+    found: dict[int, list[Tensor]] = {id(layer): [] if layer.sums is None else [layer.sums] for layer in layers}
+    for (layer, _), numbers in zip(calls, sums, strict=True):
+        found[id(layer)].append(numbers)
     for layer in layers:
-        layer.waiting = []
-    return list(head_sums(torch.stack(first)).unbind())
+        layer.waiting, layer.sums = [], None
+    return [reduce(combined, found[id(layer)]) if found[id(layer)] else None for layer in layers]
 
 
 @dataclass
@@ -610,7 +656,8 @@ class Attention(Instrument):
             elif kind != "softmax" or self._is_attention(args[0], kwargs.get("dim", args[1] if args[1:] else None)):
                 result = out if isinstance(out, Tensor) else out[0]
                 with torch.no_grad(), full_precision(result):
-                    self._wait(result, row_values(self._rows.of(kind)(*args, **kwargs)))
+                    rows = self._rows.of(kind)(*args, **kwargs)
+                    self._wait(result, rows if isinstance(rows, Product) else row_values(rows))
         except Exception as error:
             self._hooks.faults.report(self.fuse, error)
 
@@ -626,9 +673,10 @@ class Attention(Instrument):
             return logits.shape[-1] == logits.shape[-2]
         return tuple(logits.shape[-2:]) in self._calls()[-1].products
 
-    def _wait(self, result: Tensor, values: Tensor) -> None:
+    def _wait(self, result: Tensor, values: Tensor | Product) -> None:
         """Let the values of a call's rows wait for the gradient of its result."""
         if is_compiling():
+            assert isinstance(values, Tensor)
             # at once: a table that the backward changes must not be what its forward has saved for it
             self._add_traced(head_sums(values))
             return
@@ -658,7 +706,7 @@ class Attention(Instrument):
 
     def take(self) -> Taken | None:
         """Return the numbers of this step, and start again."""
-        seen = taken(self._layers)
+        seen = take_all(self._layers)
         devices = {sums.device for sums in seen if sums is not None} | set(self._tables)
         tables = [table for device in devices if (table := self._taken(device, seen)) is not None]
         if not tables and not any(layer.known for layer in self._layers):
