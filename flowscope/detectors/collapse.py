@@ -14,7 +14,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors.detector import OUTCOME, Array, Detector, Finding, Flags, said
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.rows import FlowView, each_flow
-from flowscope.records import Record, RunHeader, Severity
+from flowscope.records import Record, RunHeader
 
 CLEARLY_LOWER = 10.0
 """1 - token cosine of the input must exceed the limit's by this factor: tokens were different when they came in."""
@@ -84,6 +84,11 @@ class TokenCollapse(Detector):
 
     kind = "token_collapse"
     shown_by = ("token_cosine",)
+    advice = (
+        'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate or a '
+        "longer warm-up did not help at 24 blocks); else lower the learning rate, and keep a residual path around "
+        "attention"
+    )
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
@@ -106,22 +111,13 @@ class TokenCollapse(Detector):
         nothing_back = _falling(view, self.config.vanishing_product)
         whole = 2 * _trailing(distance < limit / 10) > depth
         places = f"{depth} blocks" if distance.size == len(view.layout.points) else f"{distance.size} merge sites"
-        severity: Severity = "error" if whole or nothing_back else "warning"
-        return Finding(
-            self.kind,
-            view.row("token_cosine", where),
-            severity,
-            float(1 - distance[-1]),
-            1 - limit,
+        crossed, certain = view.row("token_cosine", where), whole or nothing_back
+        message = (
             f"the mean cosine between different tokens of a sequence is {1 - distance[-1]:.5f} at the last of "
             f"{places} and {1 - distance[0]:.3f} at {view.row('token_cosine', 0)} (limit {1 - limit:.4f}, "
-            f"crossed at {view.row('token_cosine', where)}): what tells tokens apart is lost",
-            'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate '
-            "or a longer warm-up did not help at 24 blocks); else lower the learning rate, and keep a residual path "
-            "around attention",
-            view.layout.name,
-            immediate=severity == "error",
+            f"crossed at {crossed}): what tells tokens apart is lost"
         )
+        return self.found(crossed, 1 - distance[-1], 1 - limit, message, view.layout.name, certain=certain)
 
 
 class RepresentationCollapse(Detector):
@@ -159,21 +155,17 @@ class RepresentationCollapse(Detector):
         if copies.sum() * 2 < cosine.size or not came_closer:
             close = ((distance < limit * self.config.release_factor) & (base > limit)).sum() * 2 >= cosine.size
             return self.near(close, name, "copies")
-        where = int(np.argmax(copies))
-        return Finding(
-            self.kind,
-            view.block(where),
-            "warning",
-            float(np.nanmedian(cosine)),
-            1 - limit,
-            f"{int(copies.sum())} of {cosine.size} blocks return a copy of their input (median cosine "
-            f"{np.nanmedian(cosine):.6f}, at the start {1 - np.nanmedian(base):.3f}); cosine of the last point to the "
-            f"first {to_input[-1]:.4f}, at the start {start:.3f}",
-            "check that the blocks' learning rate and initialisation are not near zero, nor weight decay too strong; "
-            "scale the branches up or remove blocks",
-            name,
-            cause="copies",
+        middle, block = np.nanmedian(cosine), view.block(int(np.argmax(copies)))
+        message = (
+            f"{int(copies.sum())} of {cosine.size} blocks return a copy of their input (median cosine {middle:.6f}, at "
+            f"the start {1 - np.nanmedian(base):.3f}); cosine of the last point to the first {to_input[-1]:.4f}, at "
+            f"the start {start:.3f}"
         )
+        advice = (
+            "check that the blocks' learning rate and initialisation are not near zero, nor weight decay too strong; "
+            "scale the branches up or remove blocks"
+        )
+        return self.found(block, middle, 1 - limit, message, name, advice=advice, cause="copies")
 
     def _samples(self, view: FlowView) -> Finding | None:
         distance, name = sample_distance(view), view.layout.name
@@ -197,21 +189,17 @@ class RepresentationCollapse(Detector):
         return self.near(near, name, "samples")
 
     def _alike(self, view: FlowView, distance: Array, where: int, limit: float, records: int) -> Finding:
-        return Finding(
-            self.kind,
-            view.point(where),
-            "warning",
-            float(1 - distance[-1]),
-            1 - limit,
-            f"different samples end in one vector: mean cosine between them {1 - distance[-1]:.5f} at the last point "
-            f"(limit {1 - limit:.3f}, crossed at {view.point(where)}; at its lowest "
-            f"{1 - self.state['widest'][view.layout.name]:.3f}), {1 - distance[0]:.3f} at {view.point(0)}",
-            "in self-supervised training add the stop-gradient, the predictor or a variance term; else check the "
-            "activation (no softmax between layers) and the initialisation",
-            view.layout.name,
-            records=records,
-            cause="samples",
+        point, name, last = view.point(where), view.layout.name, 1 - distance[-1]
+        message = (
+            f"different samples end in one vector: mean cosine between them {last:.5f} at the last point "
+            f"(limit {1 - limit:.3f}, crossed at {point}; at its lowest {1 - self.state['widest'][name]:.3f}), "
+            f"{1 - distance[0]:.3f} at {view.point(0)}"
         )
+        advice = (
+            "in self-supervised training add the stop-gradient, the predictor or a variance term; else check the "
+            "activation (no softmax between layers) and the initialisation"
+        )
+        return self.found(point, last, 1 - limit, message, name, advice=advice, records=records, cause="samples")
 
     def _code(self, view: FlowView) -> Finding | None:
         """The end of an inner flow (what an encoder hands on) shrinks to nothing while the layer before it does not."""
@@ -226,19 +214,14 @@ class RepresentationCollapse(Detector):
         limit = self.config.faded_code
         if code <= limit or code <= TWICE * before:
             return self.near(code > limit / self.config.release_factor, name, "code")
-        last = size.size - 1
-        return Finding(
-            self.kind,
-            view.point(last),
-            "warning",
-            float(size[-1]),
-            float(size[-1] * code / limit),
-            f"what {view.point(last)} hands on has faded to an RMS of {size[-1]:.2g}, {code:.1f} times less than at "
-            f"the start (limit {limit:.3g} times), the layer before it {before:.1f} times: it carries less and less",
-            "lower the weight of the term that shrinks it (the KL term of a variational autoencoder)",
-            name,
-            records=EMBEDDING_RECORDS,
-            cause="code",
+        last, end = view.point(size.size - 1), size[-1]
+        message = (
+            f"what {last} hands on has faded to an RMS of {end:.2g}, {code:.1f} times less than at the start "
+            f"(limit {limit:.3g} times), the layer before it {before:.1f} times: it carries less and less"
+        )
+        advice = "lower the weight of the term that shrinks it (the KL term of a variational autoencoder)"
+        return self.found(
+            last, end, end * code / limit, message, name, advice=advice, records=EMBEDDING_RECORDS, cause="code"
         )
 
 
@@ -248,6 +231,10 @@ class RankCollapse(Detector):
     kind, level = "rank_collapse", OUTCOME
     yields_to = frozenset({"representation_collapse"})
     shown_by = ("effective_rank",)
+    advice = (
+        "check the activation (no softmax between layers) and the initialisation; in self-supervised training add "
+        "the stop-gradient, the predictor or a variance term"
+    )
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -282,21 +269,12 @@ class RankCollapse(Detector):
             return self.near(close, name)
         if not from_start and common_mode_grew(view, trailing, self.state["common"]):
             return self.near(True, name)
-        where = rank.size - trailing
-        return Finding(
-            self.kind,
-            view.point(where),
-            "warning",
-            float(rank[-1]),
-            limit,
+        crossed, records = view.point(rank.size - trailing), FROM_START_RECORDS if from_start else None
+        message = (
             f"all samples end in one vector: effective rank {rank[-1]:.2f} at {view.point(rank.size - 1)} (limit "
-            f"{limit:.2f}, crossed at {view.point(where)}), {rank[0]:.1f} at {view.point(0)}, "
-            f"{first[-1]:.1f} there at the start",
-            "check the activation (no softmax between layers) and the initialisation; in self-supervised training add "
-            "the stop-gradient, the predictor or a variance term",
-            name,
-            records=FROM_START_RECORDS if from_start else None,
+            f"{limit:.2f}, crossed at {crossed}), {rank[0]:.1f} at {view.point(0)}, {first[-1]:.1f} there at the start"
         )
+        return self.found(crossed, rank[-1], limit, message, name, records=records)
 
 
 class ConstantOutput(Limit):

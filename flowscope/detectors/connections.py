@@ -48,21 +48,16 @@ class GateSaturation(Detector):
         serious = self._serious(view, mean, beyond, MOST)
         counted = shut if shut.any() else beyond
         where, count = int(np.argmax(counted)), int(counted.sum())
-        word = "shut" if shut.any() else "open"
-        return Finding(
-            self.kind,
-            view.site("gate_saturation", where),
-            "warning" if serious else "info",
-            float(share[where]),
-            limit,
+        site, word = view.site("gate_saturation", where), "shut" if shut.any() else "open"
+        message = (
             f"{count} of {share.size} gates are {word} and saturated, the first with mean {mean[where]:.2g} and "
-            f"{share[where]:.0%} of its values beyond |logit| 5 (limit {limit:.0%}): they hardly learn any more",
-            "start the gates' bias nearer to 0 (-2 for carry)"
-            if serious
-            else "nothing to do where the block is meant to be skipped or passed whole; a bias nearer to 0 reopens it",
-            name,
-            cause="serious" if serious else "few",
+            f"{share[where]:.0%} of its values beyond |logit| 5 (limit {limit:.0%}): they hardly learn any more"
         )
+        if serious:
+            advice = "start the gates' bias nearer to 0 (-2 for carry)"
+            return self.found(site, share[where], limit, message, name, advice=advice, cause="serious")
+        advice = "nothing to do where the block is meant to be skipped or passed whole; a bias nearer to 0 reopens it"
+        return self.found(site, share[where], limit, message, name, severity="info", advice=advice, cause="few")
 
     @staticmethod
     def _serious(view: FlowView, mean: Array, saturated: Flags, most: float) -> bool:
@@ -78,6 +73,10 @@ class StreamCollapse(Detector):
     kind = "stream_collapse"
     yields_to = frozenset({"token_collapse"})
     shown_by = ("stream_cosine",)
+    advice = (
+        'start the residual mapping at the identity (init="prenorm"), or keep it doubly stochastic '
+        '(flowscope.wrap(model, mode="mhc"))'
+    )
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -105,18 +104,11 @@ class StreamCollapse(Detector):
         told = f"they had parted to {1 - furthest:.3f}" if parted else "one stream feeds them all"
         if fed_by_one and least is not None:
             told += f" (least column sum of the composite mapping {np.nanmin(least):.2g})"
-        return Finding(
-            self.kind,
-            view.site("stream_cosine", where),
-            "warning",
-            float(1 - middle),
-            1 - limit,
+        message = (
             f"the streams are one: median cosine between them {1 - middle:.6f} (limit {1 - limit:.4f}), at "
-            f"{int(equal.sum())} of {distance.size} sites; {told}",
-            'start the residual mapping at the identity (init="prenorm"), or keep it doubly stochastic '
-            '(flowscope.wrap(model, mode="mhc"))',
-            name,
+            f"{int(equal.sum())} of {distance.size} sites; {told}"
         )
+        return self.found(view.site("stream_cosine", where), 1 - middle, 1 - limit, message, name)
 
 
 class MixingGain(Detector):
@@ -144,21 +136,13 @@ class MixingGain(Detector):
         ahead = float(np.nanmax(forward)) >= 0.99 * float(np.nanmax(backward))  # a tie but for rounding is forward
         over = np.flatnonzero((forward if ahead else backward) > limit)
         where = int(over[0] if ahead else over[-1])
-        certain = largest > CERTAIN * limit
-        place = view.site("mix_gain_forward_norm", where)
-        return Finding(
-            self.kind,
-            place,
-            "error" if certain else "warning",
-            largest,
-            limit,
+        place, certain = view.site("mix_gain_forward_norm", where), largest > CERTAIN * limit
+        message = (
             f"the residual mappings of the streams multiply to a gain of {largest:.3g} "
-            f"{'forward' if ahead else 'backward'} (limit {limit:.3g}, crossed at {place}; 1 keeps the signal)",
-            'keep the mapping doubly stochastic (flowscope.wrap(model, mode="mhc")), or start it at the identity',
-            name,
-            immediate=certain,
-            cause="amplifies",
+            f"{'forward' if ahead else 'backward'} (limit {limit:.3g}, crossed at {place}; 1 keeps the signal)"
         )
+        advice = 'keep the mapping doubly stochastic (flowscope.wrap(model, mode="mhc")), or start it at the identity'
+        return self.found(place, largest, limit, message, name, advice=advice, certain=certain, cause="amplifies")
 
     def _attenuates(self, view: FlowView, forward: Array) -> Finding | None:
         limit, name = 1 / self.config.mixing_gain, view.layout.name
@@ -168,16 +152,10 @@ class MixingGain(Detector):
         last = float(forward[seen[-1]])
         if last >= limit:
             return self.near(last < limit * self.config.release_factor, name, "attenuates")
-        where = int(np.flatnonzero(forward < limit)[0])
-        return Finding(
-            self.kind,
-            view.site("mix_gain_forward_norm", where),
-            "warning",
-            last,
-            limit,
+        place = view.site("mix_gain_forward_norm", int(np.flatnonzero(forward < limit)[0]))
+        message = (
             f"the residual mappings of the streams pass {last:.2g} of the carry to the end of the flow (limit "
-            f"{limit:.2g}, crossed at {view.site('mix_gain_forward_norm', where)}): the residual path is cut",
-            'start the residual mapping at the identity (init="prenorm"), or use flowscope.wrap(model, mode="mhc")',
-            name,
-            cause="attenuates",
+            f"{limit:.2g}, crossed at {place}): the residual path is cut"
         )
+        advice = 'start the residual mapping at the identity (init="prenorm"), or use flowscope.wrap(model, mode="mhc")'
+        return self.found(place, last, limit, message, name, advice=advice, cause="attenuates")

@@ -89,6 +89,7 @@ class Detector(ABC):
         yields_to_errors: the same for kinds that explain it only where they are errors.
         explains: kinds that yield to it, said on this side.
         shown_by: the metrics that show its alerts, best first.
+        advice: what to do about it, for people.
         extreme: the end of the profile that its message speaks of, where `where` is the block that does most to get
             there.
         config: the limits of the run.
@@ -102,6 +103,7 @@ class Detector(ABC):
     yields_to_errors: ClassVar[frozenset[str]] = frozenset()
     explains: ClassVar[frozenset[str]] = frozenset()
     shown_by: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[str] = ""
     extreme: ClassVar[Literal["", "least", "largest"]] = ""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
@@ -116,6 +118,26 @@ class Detector(ABC):
     @abstractmethod
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """The findings of this record; a condition that is not mentioned is clean."""
+
+    def found(
+        self,
+        where: str,
+        value: float,
+        limit: float,
+        message: str,
+        flow: str | None = None,
+        *,
+        advice: str = "",
+        severity: Severity = "warning",
+        certain: bool = False,
+        immediate: bool = False,
+        records: int | None = None,
+        cause: str = "",
+    ) -> Finding:
+        """A condition beyond its limit, as in `Finding`; where it is `certain`, an error at once."""
+        severity, immediate = ("error", True) if certain else (severity, immediate)
+        numbers, told = (float(value), float(limit)), (message, advice or self.advice)
+        return Finding(self.kind, where, severity, *numbers, *told, flow, immediate, records, cause)
 
     def unseen(self, flow: str | None = None, cause: str = "") -> Finding:
         """This record cannot tell; with `ANY_FLOW` it tells nothing of what this detector looks for."""

@@ -65,7 +65,7 @@ class NonFinite(Detector):
             return [self.unseen()]
         words = f"the GradScaler skips step after step and its scale fell to {scale:.3g}: gradients overflow without it"
         advice = "watch a few steps without scaler and autocast: the first non-finite tensor is then named"
-        return [Finding(self.kind, "", "error", scale, SMALLEST_SCALE, words, advice, immediate=True)]
+        return [self.found("", scale, SMALLEST_SCALE, words, advice=advice, certain=True)]
 
     def _sampled(
         self, record: Record, header: RunHeader, canary: Mapping[str, float]
@@ -113,7 +113,7 @@ class NonFinite(Detector):
         message = f"the first non-finite tensor is {words}: {count:.0f} bad, {steps}"
         if tensor == "gradient" and "parameter" in words:
             message = f"the first non-finite tensor is {words} ({count:.0f} parameters alike), {steps}"
-        return Finding(self.kind, where, "error", count, 0.0, message, advice, immediate=True)
+        return self.found(where, count, 0.0, message, advice=advice, certain=True)
 
 
 def _weights(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -17,7 +18,7 @@ from flowscope.config import WatchConfig
 from flowscope.detectors.collapse import sample_distance, samples_alike
 from flowscope.detectors.detector import Array, Detector, Finding, said
 from flowscope.detectors.rows import FlowView, each_flow
-from flowscope.records import Record, RunHeader
+from flowscope.records import FlowLayout, Record, RunHeader, Severity
 
 ZERO_RECORDS = 3
 """A gradient that is exactly zero may be a start (zero-initialised heads, LoRA's A): it counts after three records."""
@@ -166,19 +167,14 @@ class VanishingGradient(Detector):
         if fall[low] > 2:
             limits = "" if told else f", limit {config.drift:.3g} times"
             told.append(f"{fall[low]:.3g} times less than at its best{limits}")
-        return Finding(
-            self.kind,
-            view.block(where),
-            ("info" if layout.cell.startswith(GATED) else "warning") if layout.kind == "time" else "error",
-            float(product[low]),
-            limit,
+        block = view.block(where)
+        message = (
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
-            f"({'; '.join(told)}); {view.block(where)} passes {_gain(product, where):.2g} of it on",
-            advice_for(view, ADVICE),
-            layout.name,
-            immediate=certain and patience is None,
-            records=patience,
+            f"({'; '.join(told)}); {block} passes {_gain(product, where):.2g} of it on"
         )
+        finding = self.found(block, product[low], limit, message, layout.name, advice=advice_for(view, ADVICE))
+        immediate = certain and patience is None
+        return replace(finding, severity=_severity(layout), immediate=immediate, records=patience)
 
     def _ordered(self, view: FlowView, product: Array) -> Finding | None:
         """A low product beside samples that end in one vector: neither direction carries anything (ordered phase).
@@ -193,21 +189,15 @@ class VanishingGradient(Detector):
             return None
         crossing = int(np.flatnonzero(product < limit)[-1])
         where = worst_block(product, crossing, vanishing=True, gain_limit=self.config.vanishing_gain)
-        low = int(np.nanargmin(product))
-        return Finding(
-            self.kind,
-            view.block(where),
-            "warning",
-            float(product[low]),
-            limit,
+        low, block, name = int(np.nanargmin(product)), view.block(where), view.layout.name
+        message = (
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} (limit "
             f"{limit:.2g} where samples end alike), and from {view.point(distance.size - alike)} on all samples are "
             f"one vector (mean cosine {1 - distance[-1]:.5f}, {1 - distance[0]:.3f} at {view.point(0)}): nothing "
-            "passes either way",
-            advice_for(view, ADVICE),
-            view.layout.name,
-            records=self.config.baseline_records,
+            "passes either way"
         )
+        advice, records = advice_for(view, ADVICE), self.config.baseline_records
+        return self.found(block, product[low], limit, message, name, advice=advice, records=records)
 
 
 class ExplodingGradient(Detector):
@@ -240,15 +230,11 @@ class ExplodingGradient(Detector):
             return self.near(product[high] > limit / self.config.release_factor, view.layout.name)
         crossing = int(np.flatnonzero(product > limit)[-1])
         where = worst_block(product, crossing, vanishing=False, gain_limit=self.config.vanishing_gain)
-        return self._finding(
-            view,
-            where,
-            float(product[high]),
-            limit,
-            f"the gradient at {view.point(high)} is {product[high]:.2g} times that at "
-            f"{view.point(product.size - 1)} (limit {limit:.2g}); {view.block(where)} multiplies "
-            f"it by {_gain(product, where):.2g}",
+        message = (
+            f"the gradient at {view.point(high)} is {product[high]:.2g} times that at {view.point(product.size - 1)} "
+            f"(limit {limit:.2g}); {view.block(where)} multiplies it by {_gain(product, where):.2g}"
         )
+        return self._finding(view, where, product[high], limit, message)
 
     def _growth(self, view: FlowView) -> Finding | None:
         norms, name = view.get("grad_norm"), view.layout.name
@@ -267,15 +253,11 @@ class ExplodingGradient(Detector):
             if first.size < self.config.baseline_records:
                 self.state["first_norms"][name] = np.append(first, norm)
             return self.near(norm > limit / self.config.release_factor, name)
-        where = self._strongest(view, norms)
-        return self._finding(
-            view,
-            where,
-            norm,
-            limit,
+        message = (
             f"the largest gradient norm of the flow is {norm:.3g}, {norm / base:.3g} times the median of this run's "
-            f"first records ({base:.3g}; limit {self.config.exploding_growth:.3g} times)",
+            f"first records ({base:.3g}; limit {self.config.exploding_growth:.3g} times)"
         )
+        return self._finding(view, self._strongest(view, norms), norm, limit, message)
 
     def _strongest(self, view: FlowView, norms: Array) -> int:
         product = product_of(view)
@@ -284,17 +266,15 @@ class ExplodingGradient(Detector):
         return worst_block(product, product.size - 2, vanishing=False, gain_limit=np.inf)
 
     def _finding(self, view: FlowView, where: int, value: float, limit: float, message: str) -> Finding:
-        return Finding(
-            self.kind,
-            view.block(where),
-            "error",
-            value,
-            limit,
-            message,
-            advice_for(view, EXPLODING_ADVICE),
-            view.layout.name,
-            immediate=value > CERTAIN * limit,
-        )
+        block, name, advice = view.block(where), view.layout.name, advice_for(view, EXPLODING_ADVICE)
+        certain = bool(value > CERTAIN * limit)
+        return self.found(block, value, limit, message, name, severity="error", advice=advice, immediate=certain)
+
+
+def _severity(layout: FlowLayout) -> Severity:
+    if layout.kind != "time":
+        return "error"
+    return "info" if layout.cell.startswith(GATED) else "warning"
 
 
 def _gain(product: Array, block: int) -> float:

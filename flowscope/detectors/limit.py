@@ -60,7 +60,7 @@ class Limit(Detector):
         severity, records: as in `Finding`; 1 record raises at once.
         from_step: earlier steps are not judged; a number or a field of `WatchConfig`.
         release: how much of the limit is clean again, for shares; None: `WatchConfig.release_factor`.
-        message, advice: for people. The message knows {where}, {label} (the row's), {value}, {limit}, {count} (rows
+        message: for people. It knows {where}, {label} (the row's), {value}, {limit}, {count} (rows
             beyond), {size} (rows), {more}.
     """
 
@@ -75,7 +75,6 @@ class Limit(Detector):
     from_step: ClassVar[int | str] = 0
     release: ClassVar[float | None] = None
     message: ClassVar[str] = "{where} is at {value:.3g} (limit {limit:.3g}; {count} of {size} rows are beyond it)"
-    advice: ClassVar[str] = ""
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -182,18 +181,9 @@ class Limit(Detector):
 
     def _finding(self, beyond: Beyond, label: str, flow: str | None) -> Finding:
         where, certain, (value, limit) = self.place(label), self.certain(beyond), (beyond.value, beyond.limit)
-        return Finding(
-            self.kind,
-            where,
-            "error" if certain else self.severity,
-            value,
-            limit,
-            self._told(where, label, value, limit, beyond.count, beyond.values.size, self.more(beyond)),
-            self.advice,
-            flow,
-            immediate=certain,
-            records=None if self.records is None else int(self._number(self.records)),
-        )
+        message = self._told(where, label, value, limit, beyond.count, beyond.values.size, self.more(beyond))
+        records = None if self.records is None else int(self._number(self.records))
+        return self.found(where, value, limit, message, flow, severity=self.severity, certain=certain, records=records)
 
     def _told(self, where: str, label: str, value: float, limit: float, count: int, size: int, more: str) -> str:
         return self.message.format(

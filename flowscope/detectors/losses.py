@@ -67,6 +67,10 @@ class LossSpike(Detector):
     """Three of five losses in a row stand far above what the hundred before them rose by."""
 
     kind = "loss_spike"
+    advice = (
+        "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from the "
+        "last checkpoint before it"
+    )
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -128,19 +132,13 @@ class LossSpike(Detector):
             yield from said(self.near(bool(close)))
             return
         i, worst = max(beyond, key=lambda pair: pair[1].above)
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            smooth[i],
-            worst.level + worst.rise,
-            f"the loss rose to {smooth[i]:.3g} (the median of five steps, up to {len(smooth) - 1 - i} steps "
-            f"before step {record.step}) from a level of {worst.level:.3g}; in the {worst.size} steps before, "
-            f"single losses rose by {worst.highest:.3g} at most (limit {worst.level + worst.rise:.3g})",
-            "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from "
-            "the last checkpoint before it",
-            immediate=True,
+        limit = worst.level + worst.rise
+        message = (
+            f"the loss rose to {smooth[i]:.3g} (the median of five steps, up to {len(smooth) - 1 - i} steps before "
+            f"step {record.step}) from a level of {worst.level:.3g}; in the {worst.size} steps before, single losses "
+            f"rose by {worst.highest:.3g} at most (limit {limit:.3g})"
         )
+        yield self.found("", smooth[i], limit, message, immediate=True)
 
     def _learn(self, leaving: float, *, usual: bool) -> None:
         """Add what was no spike to the window; a level that lasts for ten windows becomes the usual one."""
@@ -185,6 +183,10 @@ class LossPlateau(Detector):
 
     kind, level = "loss_plateau", OUTCOME
     yields_to = frozenset({"update_too_small", "representation_collapse", "rank_collapse", "constant_output"})
+    advice = (
+        "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
+        "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches"
+    )
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -208,18 +210,12 @@ class LossPlateau(Detector):
         if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
             return
         falling = early.mean() - late.mean() > max(FALLING * chance, 2 * noise)
-        if level < (1 - tolerance) * chance or falling or not steady:
+        limit = (1 - tolerance) * chance
+        if level < limit or falling or not steady:
             yield from said(self.near(True))
             return
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            level,
-            (1 - tolerance) * chance,
+        message = (
             f"the mean loss of the last {window.size} steps is {level:.3g} and does not fall: guessing among "
-            f"{width[0]:.0f} outputs gives {chance:.3g} (limit {(1 - tolerance) * chance:.3g}), while gradients and "
-            "updates look healthy",
-            "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
-            "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches",
+            f"{width[0]:.0f} outputs gives {chance:.3g} (limit {limit:.3g}), while gradients and updates look healthy"
         )
+        yield self.found("", level, limit, message)

@@ -25,6 +25,10 @@ class ExpertCollapse(Detector):
 
     kind = "expert_collapse"
     shown_by = ("route_dead", "route_max_violation", "route_entropy")
+    advice = (
+        "add a load-balancing loss, weight * experts * sum of share * probability (Switch: 0.01; a router that has "
+        "collapsed already needed 0.1)"
+    )
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding at most: the first router beyond a limit."""
@@ -46,21 +50,15 @@ class ExpertCollapse(Detector):
         if not beyond.any():
             yield from said(self.near(level[where] > SHARE_RELEASE, flow_holding(name, header)))
             return
-        by_dead = dead[where] / config.expert_dead >= violation[where] / config.expert_violation
-        yield Finding(
-            self.kind,
-            name,
-            "warning",
-            float(dead[where] if by_dead else violation[where]),
-            config.expert_dead if by_dead else config.expert_violation,
+        message = (
             f"{name} sends no token to {dead[where]:.0%} of its experts (limit {config.expert_dead:.0%}); the fullest "
             f"gets {violation[where] + 1:.1f} times the mean load (limit {config.expert_violation + 1:.1f})"
-            f"{_entropy(record, where)}; {int(beyond.sum())} of {dead.size} routers alike",
-            "add a load-balancing loss, weight * experts * sum of share * probability (Switch: 0.01; a router that has "
-            "collapsed already needed 0.1)",
-            flow_holding(name, header),
-            records=UNDECIDED_RECORDS if _undecided(record, beyond) else SETTLING_RECORDS,
+            f"{_entropy(record, where)}; {int(beyond.sum())} of {dead.size} routers alike"
         )
+        by_dead, by_load = (dead[where], config.expert_dead), (violation[where], config.expert_violation)
+        value, limit = max(by_dead, by_load, key=lambda pair: pair[0] / pair[1])
+        records = UNDECIDED_RECORDS if _undecided(record, beyond) else SETTLING_RECORDS
+        yield self.found(name, value, limit, message, flow_holding(name, header), records=records)
 
 
 def _undecided(record: Record, beyond: Flags) -> bool:

@@ -22,6 +22,7 @@ class SolverCost(Detector):
     kind = "solver_cost"
     yields_to = frozenset({"solver_unconverged"})
     shown_by = ("solver_nfe",)
+    advice = "penalise the dynamics (kinetic energy or Jacobian norm), add weight decay, or loosen the tolerance"
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -42,16 +43,11 @@ class SolverCost(Detector):
             yield from said(self.near(growth[where] > 1 + (limit - 1) / self.config.release_factor))
             return
         name = label_of(record, header, "solver_nfe", where, "solver")
-        yield Finding(
-            self.kind,
-            name,
-            "warning",
-            float(cost[where]),
-            float(limit * base[where]),
+        message = (
             f"{name} takes {cost[where]:.0f} function evaluations a forward, {growth[where]:.1f} times the median of "
-            f"this run's first records ({base[where]:.0f}; limit {limit:.3g} times): its dynamics grow stiff",
-            "penalise the dynamics (kinetic energy or Jacobian norm), add weight decay, or loosen the tolerance",
+            f"this run's first records ({base[where]:.0f}; limit {limit:.3g} times): its dynamics grow stiff"
         )
+        yield self.found(name, cost[where], limit * base[where], message)
 
     def _learn(self, cost: Array) -> Array | None:
         """The median of the first records by solver; None while there are too few."""

@@ -37,6 +37,7 @@ class GradientSpike(Detector):
     kind = ExplodingGradient.kind
     yields_to = frozenset({"exploding_gradient", "loss_spike", "update_too_large"})
     shown_by, extreme = ExplodingGradient.shown_by, ExplodingGradient.extreme
+    advice = "clip gradients (clip_grad_norm_) a little above their usual norm, lower the learning rate"
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -68,18 +69,11 @@ class GradientSpike(Detector):
             yield from said(self.near(close, cause="spike"))
             return
         limit = math.exp(level + rise)
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            norm,
-            limit,
+        message = (
             f"the total gradient norm is {norm:.3g}, {math.exp(min(above, 700)):.3g} times the median of the last "
-            f"{size} usual records ({math.exp(level):.3g}; limit {limit:.3g}): the loss may follow",
-            "clip gradients (clip_grad_norm_) a little above their usual norm, lower the learning rate",
-            cause="spike",
-            immediate=above > rise + math.log(CERTAIN),
+            f"{size} usual records ({math.exp(level):.3g}; limit {limit:.3g}): the loss may follow"
         )
+        yield self.found("", norm, limit, message, cause="spike", immediate=above > rise + math.log(CERTAIN))
 
     def _falling(self, record: Record) -> bool:
         """Whether the loss is clearly below its recent level: gradients that grow while it falls leave a plateau."""

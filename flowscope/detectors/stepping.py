@@ -25,6 +25,9 @@ class StaleParameters(Detector):
 
     kind, level = "stale_parameters", WIRING
     shown_by = ("param_optimized",)
+    advice = (
+        "build the optimizer from model.parameters() of the model that is trained, after copies, moves and wrapping"
+    )
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -48,7 +51,7 @@ class StaleParameters(Detector):
                 f"the optimizer holds none of the {count} parameters of this model that get a gradient (the first is "
                 f"{first}): it steps other tensors, those of a copy or of before a move"
             )
-            yield self._finding(first, count, message, records=1)
+            yield self.found(module_of(first), count, 0.0, message, severity="error", records=1)
             return
         total = float(np.sqrt(np.square(norms[learning]).sum()))
         if not self._unmoved(record, learning & (held != 0)):
@@ -60,13 +63,7 @@ class StaleParameters(Detector):
                 f"{count} parameters got a gradient and the step changed not one entry of them (the first is {first}): "
                 "what is stepped is not what the model computes with"
             )
-            yield self._finding(first, count, message, records=UNMOVED_RECORDS)
-
-    def _finding(self, first: str, count: int, message: str, records: int) -> Finding:
-        advice = (
-            "build the optimizer from model.parameters() of the model that is trained, after copies, moves and wrapping"
-        )
-        return Finding(self.kind, module_of(first), "error", float(count), 0.0, message, advice, records=records)
+            yield self.found(module_of(first), count, 0.0, message, severity="error", records=UNMOVED_RECORDS)
 
     @staticmethod
     def _unmoved(record: Record, learning: Flags) -> bool:

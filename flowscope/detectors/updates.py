@@ -60,17 +60,12 @@ class UpdateTooSmall(Detector):
         least = int(np.argmin(np.where(updates.trained, updates.ratio, np.inf)))
         name, rate = parameter_name(record, header, least), updates.rate[least]
         at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
-        return Finding(
-            self.kind,
-            name,
-            "warning",
-            overall,
-            limit,
+        message = (
             f"a step changes the weights by {overall:.2g} of their norm{at_rate} (limit {limit:.2g}), and never did "
-            f"more; the least is {name} with {updates.ratio[least]:.2g}: nothing is learned",
-            "raise the learning rate (about 1e-3 of the weights' norm a step is usual)",
-            records=SLOW_RECORDS,
+            f"more; the least is {name} with {updates.ratio[least]:.2g}: nothing is learned"
         )
+        advice = "raise the learning rate (about 1e-3 of the weights' norm a step is usual)"
+        return self.found(name, overall, limit, message, advice=advice, records=SLOW_RECORDS)
 
     def _rounded(self, record: Record, header: RunHeader, updates: Updates) -> Finding | None:
         """Weights kept in 16 bits whose entries mostly stay exactly what they were, updates being below their grid."""
@@ -90,19 +85,13 @@ class UpdateTooSmall(Detector):
             return self.near(True, cause="precision")
         most = int(np.argmax(np.where(coarse, same, -1.0)))
         name = parameter_name(record, header, most)
-        return Finding(
-            self.kind,
-            name,
-            "warning",
-            share,
-            limit,
+        message = (
             f"the step leaves {100 * share:.0f} % of the entries of half the weights exactly as they were (limit "
             f"{100 * limit:.0f} %), most in {name}: updates of {updates.ratio[most]:.2g} of the weights are below half "
-            f"the spacing of their numbers (epsilon {grid[most]:.2g})",
-            "keep the weights in float32 and compute in torch.autocast(dtype=torch.bfloat16)",
-            cause="precision",
-            records=SLOW_RECORDS,
+            f"the spacing of their numbers (epsilon {grid[most]:.2g})"
         )
+        advice = "keep the weights in float32 and compute in torch.autocast(dtype=torch.bfloat16)"
+        return self.found(name, share, limit, message, advice=advice, cause="precision", records=SLOW_RECORDS)
 
 
 class UpdateTooLarge(Detector):
@@ -110,6 +99,7 @@ class UpdateTooLarge(Detector):
 
     kind = "update_too_large"
     shown_by = ("update_ratio",)
+    advice = "lower the learning rate (by 10 as a first try), or warm it up"
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -137,18 +127,12 @@ class UpdateTooLarge(Detector):
         certain = overall > limit or (started and relative[worst] > ENORMOUS * limit)
         name, rate = parameter_name(record, header, worst), updates.rate[worst]
         at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
-        yield Finding(
-            self.kind,
-            name,
-            "error" if certain else "warning",
-            max(float(relative[worst]), overall),
-            limit,
+        message = (
             f"the step changes all weights together by {overall:.2g} of their norm (limit {limit / ALL_TOGETHER:.2g}), "
-            f"and {name} by {relative[worst]:.2g} of the largest norm it had (limit {limit:.2g}){at_rate}",
-            "lower the learning rate (by 10 as a first try), or warm it up",
-            immediate=certain,
-            records=LARGE_RECORDS,
+            f"and {name} by {relative[worst]:.2g} of the largest norm it had (limit {limit:.2g}){at_rate}"
         )
+        value = max(float(relative[worst]), overall)
+        yield self.found(name, value, limit, message, certain=bool(certain), records=LARGE_RECORDS)
 
 
 class OverClipped(Detector):
@@ -177,18 +161,10 @@ class OverClipped(Detector):
         if ratio >= limit or overall >= small or not steady:
             yield from said(self.near(True))
             return
-        yield Finding(
-            self.kind,
-            "",
-            "warning",
-            ratio,
-            limit,
+        message = (
             f"clipping leaves {ratio:.2g} of the gradient (limit {limit:.2g}) at each of the last {SLOW_RECORDS} "
-            f"records, and a step changes the weights by {overall:.2g} of their norm (limit {small:.2g})",
-            f"raise max_norm (the gradient's norm is {_total(record) / ratio:.2g} before clipping)",
-            records=SLOW_RECORDS,
+            f"records, and a step changes the weights by {overall:.2g} of their norm (limit {small:.2g})"
         )
-
-
-def _total(record: Record) -> float:
-    return float(np.sqrt(np.nansum(np.square(record.metrics["param_grad_norm"]))))
+        total = float(np.sqrt(np.nansum(np.square(record.metrics["param_grad_norm"]))))
+        advice = f"raise max_norm (the gradient's norm is {total / ratio:.2g} before clipping)"
+        yield self.found("", ratio, limit, message, advice=advice, records=SLOW_RECORDS)

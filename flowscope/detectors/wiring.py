@@ -60,20 +60,16 @@ class NoGradient(Detector):
         while ran is not None and last + 1 < first_with and ran[last + 1] > 0 and not tracked[last + 1] > 0:
             last += 1
         where = view.point(last)
-        return Finding(
-            self.kind,
-            where,
-            "error",
-            float(before.size),
-            0.0,
+        message = (
             f"no gradient reaches {where} or what lies before it ({before.size} of {tracked.size} points), while "
-            f"{view.point(first_with)} gets one: the graph is cut between them",
-            f"look for .detach(), .data, .item(), torch.no_grad() or a new tensor made from numbers after {where}; if "
-            "the part before it is meant to stay fixed, set requires_grad_(False) on it",
-            view.layout.name,
-            immediate=True,
-            cause="cut",
+            f"{view.point(first_with)} gets one: the graph is cut between them"
         )
+        advice = (
+            f"look for .detach(), .data, .item(), torch.no_grad() or a new tensor made from numbers after {where}; if "
+            "the part before it is meant to stay fixed, set requires_grad_(False) on it"
+        )
+        flow = view.layout.name
+        return self.found(where, before.size, 0.0, message, flow, advice=advice, certain=True, cause="cut")
 
     def _detached(self, view: FlowView, header: RunHeader, tracked: Array) -> Finding:
         """A whole flow that ran with a graph and got no gradient, though the optimizer that steps holds its weights.
@@ -95,20 +91,16 @@ class NoGradient(Detector):
         if not inside.any() or not bool(waiting[inside].all()):
             return unseen
         where = view.point(tracked.size - 1)
-        return Finding(
-            self.kind,
-            where,
-            "warning",
-            float(inside.sum()),
-            0.0,
+        message = (
             f"no gradient reaches {where} or what lies before it: all {tracked.size} points ran, the optimizer holds "
-            f"their {int(inside.sum())} parameters, and none got a gradient",
-            f"look for .detach(), .data, .item() or torch.no_grad() behind {where}, or a loss that does not use it; if "
-            "it is meant to stay fixed, set requires_grad_(False) on it",
-            view.layout.name,
-            records=DETACHED_RECORDS,
-            cause="cut",
+            f"their {int(inside.sum())} parameters, and none got a gradient"
         )
+        advice = (
+            f"look for .detach(), .data, .item() or torch.no_grad() behind {where}, or a loss that does not use it; if "
+            "it is meant to stay fixed, set requires_grad_(False) on it"
+        )
+        flow, records = view.layout.name, DETACHED_RECORDS
+        return self.found(where, inside.sum(), 0.0, message, flow, advice=advice, records=records, cause="cut")
 
     def _unused(self, record: Record, header: RunHeader, trainable: Flags, norms: Array) -> Iterable[Finding]:
         missing = trainable & np.isnan(norms)
@@ -122,30 +114,22 @@ class NoGradient(Detector):
         ungraphed = self._ungraphed(record, header, missing)
         if ungraphed.any():
             first, held = parameter_name(record, header, int(np.argmax(ungraphed))), int(ungraphed.sum())
-            yield Finding(
-                self.kind,
-                module_of(first),
-                "warning",
-                float(held),
-                0.0,
+            message = (
                 f"no gradient reached {held} parameters that the optimizer holds (the first is {first}), in a part "
-                "of the model that ran without a graph while what follows it did",
-                "look for torch.no_grad() or .detach() around the call of that part; if it is meant to stay fixed, set "
-                "requires_grad_(False) on it",
-                records=UNGRAPHED_RECORDS,
-                cause="ungraphed",
+                "of the model that ran without a graph while what follows it did"
             )
-        yield Finding(
-            self.kind,
-            module_of(name),
-            "info",
-            float(count),
-            0.0,
-            f"{count} trainable parameters got no gradient, the first is {name}",
+            advice = (
+                "look for torch.no_grad() or .detach() around the call of that part; if it is meant to stay fixed, set "
+                "requires_grad_(False) on it"
+            )
+            where, records = module_of(first), UNGRAPHED_RECORDS
+            yield self.found(where, held, 0.0, message, advice=advice, records=records, cause="ungraphed")
+        message = f"{count} trainable parameters got no gradient, the first is {name}"
+        advice = (
             "if the module is meant to learn, call it in forward, outside torch.no_grad() and with its result in the "
-            "loss; else remove it or set requires_grad_(False)",
-            cause="unused",
+            "loss; else remove it or set requires_grad_(False)"
         )
+        yield self.found(module_of(name), count, 0.0, message, severity="info", advice=advice, cause="unused")
 
     def _ungraphed(self, record: Record, header: RunHeader, missing: Flags) -> Flags:
         """Of parameters without gradient, those held by the optimizer beside points of a flow that had no graph yet.
@@ -183,8 +167,8 @@ class NoGradient(Detector):
             severity, frozen_of = "warning", f"{count} of {total} are frozen"
             message = f"only normalisation parameters are trained: {frozen_of}, {first} to the head {head}"
             advice = "set requires_grad_(True) on what should learn (at least the head), before the optimizer is made"
-        where, counts = module_of(first), (float(count), float(total))
-        yield Finding(self.kind, where, severity, *counts, message, advice, cause="frozen")
+        where = module_of(first)
+        yield self.found(where, count, total, message, severity=severity, advice=advice, cause="frozen")
 
     def _is_norm(self, record: Record, header: RunHeader, trainable: Array) -> Flags:
         known = record.metrics.get("param_is_norm")
@@ -209,6 +193,10 @@ class ParametersNotOptimized(Detector):
     kind, level = "parameters_not_optimized", WIRING
     shown_by = ("param_optimized",)
     yields_to = frozenset({"stale_parameters"})
+    advice = (
+        "optimizer.add_param_group({'params': ...}), flowscope.wrap(..., optimizer=optimizer), or build the "
+        "optimizer after wrap; with several optimizers give them all: watch(model, [first, second])"
+    )
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the first and the count."""
@@ -222,13 +210,7 @@ class ParametersNotOptimized(Detector):
         if not left_out.any():
             return
         name, count = parameter_name(record, header, int(np.argmax(left_out))), int(left_out.sum())
-        yield Finding(
-            self.kind,
-            module_of(name),
-            "warning",
-            float(count),
-            0.0,
-            f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}",
-            "optimizer.add_param_group({'params': ...}), flowscope.wrap(..., optimizer=optimizer), or build the "
-            "optimizer after wrap; with several optimizers give them all: watch(model, [first, second])",
+        message = (
+            f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}"
         )
+        yield self.found(module_of(name), count, 0.0, message)
