@@ -21,7 +21,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from werkzeug.test import Client
 
 from flowscope.records import Alert, Record, RunHeader
-from flowscope.sinks import TensorBoardSink, summaries
+from flowscope.sinks import TensorBoardSink, protobufs
 from flowscope.views import assets
 from flowscope.views.plugin import SAMPLES, FlowLoader
 
@@ -153,7 +153,7 @@ def test_more_records_than_tensorboards_default_unless_the_user_says_how_many() 
 
 def test_empty_and_foreign_folders_have_no_runs(tmp_path: Path) -> None:
     assert client(tmp_path)("overview") == {"runs": []}
-    write_values(tmp_path / "other", summaries.scalar("loss", 1.0))
+    write_values(tmp_path / "other", protobufs.scalar("loss", 1.0))
     assert client(tmp_path)("overview") == {"runs": []}
 
 
@@ -200,9 +200,9 @@ def test_a_run_without_header_keeps_its_rows_names(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_version_says_so(tmp_path: Path) -> None:
-    future = summaries.profile("flowscope/gain", np.arange(3.0), {"labels": ["x", "y", "z"], "version": 9})
-    broken = summaries.strings("flowscope/header", ['{"type": "run", "flows": [{"nome": 1}]}'], {"version": 9})
-    alert = summaries.strings("flowscope/alerts", ["{", '"text"', '{"kind": "k"}'], {"version": 9})
+    future = protobufs.profile("flowscope/gain", np.arange(3.0), {"labels": ["x", "y", "z"], "version": 9})
+    broken = protobufs.strings("flowscope/header", ['{"type": "run", "flows": [{"nome": 1}]}'], {"version": 9})
+    alert = protobufs.strings("flowscope/alerts", ["{", '"text"', '{"kind": "k"}'], {"version": 9})
     write_values(tmp_path, future, broken, alert)
     ask = client(tmp_path)
     (run,) = ask("overview")["runs"]
@@ -218,9 +218,9 @@ def test_a_run_of_another_version_says_so(tmp_path: Path) -> None:
 def test_records_that_are_no_numbers_are_explained(tmp_path: Path) -> None:
     write_values(
         tmp_path,
-        summaries.strings("flowscope/gain", ["one", "two"], {}),
-        summaries.strings("flowscope/gradient_product", ["one"], {}),
-        summaries.profile("flowscope/cosine", np.zeros((2, 3, 4, 5)), {}),
+        protobufs.strings("flowscope/gain", ["one", "two"], {}),
+        protobufs.strings("flowscope/gradient_product", ["one"], {}),
+        protobufs.profile("flowscope/cosine", np.zeros((2, 3, 4, 5)), {}),
         summary_pb2.Summary.Value(
             tag="flowscope/act_rms",
             tensor=make_tensor_proto(np.float32(2.0)),
