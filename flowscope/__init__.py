@@ -47,27 +47,19 @@ if TYPE_CHECKING:
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
 
-_HOMES = {
-    "watch": "flowscope.scope",
-    "Scope": "flowscope.scope",
-    "wrap": "flowscope.merging.wrapping",
-    "unwrap": "flowscope.merging.wrapping",
-    "is_wrapped": "flowscope.merging.wrapping",
-    "connections": "flowscope.merging.wrapping",
-    "find_sites": "flowscope.model.sites",
-    "gate_profile": "flowscope.merging.profile",
-    "keep_gates": "flowscope.merging.profile",
-    "GateProfile": "flowscope.merging.profile",
-    "skip_by_gates": "flowscope.extras.skipping",
-    "param_groups": "flowscope.merging.training",
-    "warmup_steps": "flowscope.merging.training",
-    "clip_grad_norm_": "flowscope.merging.training",
-    "find_flows": "flowscope.model.flows",
-    "jacobian_spectrum": "flowscope.jacobian.spectrum",
-    "WatchConfig": "flowscope.config",
-    "Record": "flowscope.records",
-    "Alert": "flowscope.records",
+_NAMES = {
+    "flowscope.scope": ("watch", "Scope"),
+    "flowscope.merging.wrapping": ("wrap", "unwrap", "is_wrapped", "connections"),
+    "flowscope.model.sites": ("find_sites",),
+    "flowscope.merging.profile": ("gate_profile", "keep_gates", "GateProfile"),
+    "flowscope.extras.skipping": ("skip_by_gates",),
+    "flowscope.merging.training": ("param_groups", "warmup_steps", "clip_grad_norm_"),
+    "flowscope.model.flows": ("find_flows",),
+    "flowscope.jacobian.spectrum": ("jacobian_spectrum",),
+    "flowscope.config": ("WatchConfig",),
+    "flowscope.records": ("Record", "Alert"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Alert",

@@ -71,13 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flowscope {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run_help = f"the log_dir of a run, or its {FILE_NAME}"
+    of_a_run = argparse.ArgumentParser(add_help=False)
+    of_a_run.add_argument("run", metavar="RUN", help=run_help)
+    reading = [of_a_run]
 
-    summary = commands.add_parser("summary", help="a few lines: last profiles, standing alerts, missing gradients")
-    summary.add_argument("run", metavar="RUN", help=run_help)
-    summary.set_defaults(command=_summary)
+    words = "a few lines: last profiles, standing alerts, missing gradients"
+    commands.add_parser("summary", parents=reading, help=words).set_defaults(command=_summary)
 
-    report = commands.add_parser("report", help="one self-contained HTML file of a run")
-    report.add_argument("run", metavar="RUN", help=run_help)
+    report = commands.add_parser("report", parents=reading, help="one self-contained HTML file of a run")
     report.add_argument("-o", "--output", default="report.html", help="the file to write (default: %(default)s)")
     report.add_argument("--title", help="the page's title (default: the run's name)")
     report.set_defaults(command=_report)
@@ -89,10 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--title", help="the page's title (default: the runs' names)")
     compare.set_defaults(command=_report)
 
-    diagnose = commands.add_parser(
-        "diagnose", help="judge a run again, from its records; exit status 1: an error stands"
-    )
-    diagnose.add_argument("run", metavar="RUN", help=run_help)
+    words = "judge a run again, from its records; exit status 1: an error stands"
+    diagnose = commands.add_parser("diagnose", parents=reading, help=words)
     diagnose.add_argument(
         "--set",
         metavar="LIMIT=VALUE",
@@ -113,9 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     run.set_defaults(command=_run)
 
-    live = commands.add_parser("live", help="follow a run in this terminal while it trains in another; Ctrl-C ends")
-    live.add_argument("run", metavar="RUN", help=run_help)
-    live.set_defaults(command=_live)
+    words = "follow a run in this terminal while it trains in another; Ctrl-C ends"
+    commands.add_parser("live", parents=reading, help=words).set_defaults(command=_live)
     return parser
 
 

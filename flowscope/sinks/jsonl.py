@@ -120,28 +120,26 @@ class _Joiner:
     """Joins the lines of one or more processes into one run."""
 
     def __init__(self) -> None:
-        self.header: RunHeader | None = None
+        self.joined = Run()
         self.records: dict[int, Record] = {}
-        self.alerts: list[Alert] = []
-        self.skipped = self.superseded = 0
         # what was written before the last header, while no record has followed it yet
         self.before: tuple[set[int], int] | None = None
 
     def add(self, line: bytes) -> None:
         """Take one line, or count it as skipped."""
         try:
-            event = decode_event(line, self.header)
+            event = decode_event(line, self.joined.header)
         except UNREADABLE:
-            self.skipped += 1
+            self.joined.skipped_lines += 1
             return
         if isinstance(event, RunHeader):
-            self.header = event
-            self.before = (set(self.records), len(self.alerts))
+            self.joined.header = event
+            self.before = (set(self.records), len(self.joined.alerts))
         elif isinstance(event, Alert):
-            self.alerts.append(event)
+            self.joined.alerts.append(event)
         else:
             self._take_over(event.step)
-            self.superseded += event.step in self.records
+            self.joined.superseded += event.step in self.records
             self.records[event.step] = event
 
     def _take_over(self, step: int) -> None:
@@ -151,15 +149,14 @@ class _Joiner:
         self.before = None
         for old in [s for s in steps if s >= step]:
             del self.records[old]
-            self.superseded += 1
-        self.alerts = [a for i, a in enumerate(self.alerts) if i >= count or a.step < step]
+            self.joined.superseded += 1
+        self.joined.alerts = [a for i, a in enumerate(self.joined.alerts) if i >= count or a.step < step]
 
     def run(self) -> Run:
         """The joined run."""
-        records = [self.records[step] for step in sorted(self.records)]
-        sampled = [record for record in records if "unsampled" not in record.flags]
-        unsampled = [record for record in records if "unsampled" in record.flags]
-        return Run(self.header, sampled, self.alerts, self.skipped, self.superseded, unsampled)
+        for _, record in sorted(self.records.items()):
+            (self.joined.unsampled if "unsampled" in record.flags else self.joined.records).append(record)
+        return self.joined
 
 
 UNREADABLE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,18 +51,15 @@ class TensorReader:
     def runs(self, environ: Environ) -> list[RunView]:
         """All runs that have data of this plugin, by name."""
         tags = self._tags(environ)
-        headers = self._read(environ, list(tags), [HEADER], 100)
-        alerts = self._read(environ, list(tags), [ALERTS], RECORDS)
         known = {tag for of_run in tags.values() for tag in of_run}
         products = sorted(tag for tag in known if split_key(_key(tag))[0] == "gradient_product")
-        last = self._read(environ, list(tags), products, 1) if products else {}
+        points: dict[str, dict[str, Any]] = {name: {} for name in tags}
+        for wanted, count in (([HEADER], 100), ([ALERTS], RECORDS), (products, 1)):
+            found = self._read(environ, list(tags), wanted, count) if wanted else {}
+            for name, of_run in found.items():
+                points[name] |= of_run
         losses = self._losses(environ, list(tags))
-        return [
-            _run_view(
-                name, tags[name], headers.get(name, {}), alerts.get(name, {}), last.get(name, {}), losses.get(name, [])
-            )
-            for name in sorted(tags)
-        ]
+        return [_run_view(name, tags[name], points[name], losses.get(name, [])) for name in sorted(tags)]
 
     def series(self, environ: Environ, run: str, key: str) -> tuple[Series, list[Alert]]:
         """The series of a key, with the run's alerts.
@@ -105,35 +103,35 @@ class TensorReader:
                 self._cache.popitem(last=False)
 
     def _tags(self, environ: Environ, runs: list[str] | None = None, tags: list[str] | None = None) -> dict[str, Any]:
-        found = self._provider.list_tensors(
-            plugin_util.context(environ),
-            experiment_id=plugin_util.experiment_id(environ),
-            plugin_name=PLUGIN_NAME,
-            run_tag_filter=RunTagFilter(runs=runs, tags=tags),
-        )
-        return {run: dict(of_run) for run, of_run in found.items()}
+        return self._asked(self._provider.list_tensors, environ, runs, tags)
 
     def _losses(self, environ: Environ, runs: list[str]) -> dict[str, list[tuple[int, float]]]:
-        found = self._provider.read_scalars(
-            plugin_util.context(environ),
-            experiment_id=plugin_util.experiment_id(environ),
-            plugin_name="scalars",
-            downsample=COLUMNS,
-            run_tag_filter=RunTagFilter(runs=runs, tags=[LOSS]),
-        )
+        ask = partial(self._provider.read_scalars, downsample=COLUMNS)
+        found = self._asked(ask, environ, runs, [LOSS], plugin="scalars")
         return {run: [(point.step, point.value) for point in of_run.get(LOSS, ())] for run, of_run in found.items()}
 
     def _read(self, environ: Environ, runs: list[str], tags: list[str], count: int) -> dict[str, Any]:
+        """The last `count` points of each tag, by run and tag."""
         try:
-            found = self._provider.read_tensors(
-                plugin_util.context(environ),
-                experiment_id=plugin_util.experiment_id(environ),
-                plugin_name=PLUGIN_NAME,
-                downsample=count,
-                run_tag_filter=RunTagFilter(runs=runs, tags=tags),
-            )
+            return self._asked(partial(self._provider.read_tensors, downsample=count), environ, runs, tags)
         except errors.NotFoundError:
             return {}
+
+    @staticmethod
+    def _asked(
+        ask: Callable[..., Any],
+        environ: Environ,
+        runs: list[str] | None,
+        tags: list[str] | None,
+        plugin: str = PLUGIN_NAME,
+    ) -> dict[str, Any]:
+        """What the data provider answers, by run and tag."""
+        found = ask(
+            plugin_util.context(environ),
+            experiment_id=plugin_util.experiment_id(environ),
+            plugin_name=plugin,
+            run_tag_filter=RunTagFilter(runs=runs, tags=tags),
+        )
         return {run: dict(of_run) for run, of_run in found.items()}
 
 
@@ -144,13 +142,12 @@ def _key(tag: str) -> str:
 def _run_view(
     name: str,
     tags: Mapping[str, Any],
-    headers: Mapping[str, Any],
-    alerts: Mapping[str, Any],
-    last: Mapping[str, Any],
+    points: Mapping[str, Any],
     loss: Sequence[tuple[int, float]],
 ) -> RunView:
+    """What is known of a run from its tags and from the points of its header, alerts and gradient products."""
     notices: list[str] = []
-    header = _header(headers, notices)
+    header = _header(points, notices)
     labels: dict[str, tuple[str, ...]] = {}
     contents = {tag: _content(series) for tag, series in tags.items()}
     versions = {c.get("version") for c in contents.values()} - {READS_VERSION}
@@ -172,8 +169,8 @@ def _run_view(
         name,
         header,
         {key: labels[key] for key in keys},
-        _alerts(alerts, notices),
-        {key: _numbers(last[PREFIX + key]) for key in keys if last.get(PREFIX + key)},
+        _alerts(points, notices),
+        {key: _numbers(points[PREFIX + key]) for key in keys if points.get(PREFIX + key)},
         loss,
         max((int(tags[PREFIX + key].max_step) for key in keys), default=None),
         notices,
