@@ -114,6 +114,8 @@ class Recorder:
         self.outlet = Outlet(faults)
         self.stop: StopTraining | None = None
         self._losses = LossesSinceRecord()
+        self._headed: set[str] = set()
+        """The metrics that the header speaks of, by key."""
 
     def take(self, ended: EndedStep) -> None:
         """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
@@ -205,6 +207,10 @@ class Recorder:
         flows = {flow.name: flow for flow in self.header.flows}
         flows.update({layout.name: layout for layout in layouts})
         labels = {**self.header.labels, **record.metric_labels, "canary": Canary.KINDS}
+        same = labels == self.header.labels and tuple(flows.values()) == self.header.flows
+        if same and record.metrics.keys() <= self._headed:
+            return
+        self._headed |= record.metrics.keys()
         names = {split_key(key)[0] for key in (*labels, *record.metrics)} | {*self.header.metrics, "step_losses"}
         metrics = {name: metric for name, metric in self.specs.items() if name in names}
         told = replace(self.header, flows=tuple(flows.values()), labels=labels, metrics=metrics)

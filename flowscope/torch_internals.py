@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,9 +43,8 @@ is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtens
 """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
 
 
-def is_view(x: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another (`x._base`)."""
-    return x._is_view()
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd takes a tensor for a view of another (`x._base`)."""
 
 
 # -- what is being traced ---------------------------------------------------------------------------------------------
@@ -160,9 +158,13 @@ def scale_of_caller() -> Any:
 
     A scaler that `watch` was not given leaves no other trace, and its unscaling would look like clipping.
     """
-    for frame in islice(_callers(), 20):
+    frame: FrameType | None = sys._getframe()
+    for _ in range(20):  # no generator: asked in every sampled step
+        if frame is None:
+            break
         if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), torch.amp.GradScaler):
             return scale_of(scaler)
+        frame = frame.f_back
     return None
 
 

@@ -75,6 +75,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossPlateau,
 )
 """In the order they are asked: by level, and in a level a cause before what it explains."""
+UNSEEN = frozenset({"unseen"})
 
 
 class DetectorSet:
@@ -132,11 +133,12 @@ class DetectorSet:
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
             if findings is None:
                 continue
-            if findings:
+            levels = {finding.level for finding in findings}
+            if "beyond" in levels:
                 findings = [self._explained(finding, detector, found) for finding in findings]
                 serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
                 found |= {Cause(finding.kind, finding.flow, finding.severity) for finding in serious}
-            if findings or self._ledger.entries:
+            if self._ledger.entries or not levels <= UNSEEN:  # else there is nothing to count
                 out += self._ledger.update(detector.name, findings, record.step)
             if of_numbers:
                 spoilt = self._spoilt(found)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -141,11 +142,11 @@ class Detector(ABC):
 
     def unseen(self, flow: str | None = None, cause: str = "") -> Finding:
         """This record cannot tell; with `ANY_FLOW` it tells nothing of what this detector looks for."""
-        return Finding(self.kind, flow=flow, cause=cause, level="unseen")
+        return _silent(self.kind, flow, cause, "unseen")
 
     def near(self, close: bool | np.bool_, flow: str | None = None, cause: str = "") -> Finding | None:
         """Inside the limit: near it where `close`, else clean (None)."""
-        return Finding(self.kind, flow=flow, cause=cause, level="near") if close else None
+        return _silent(self.kind, flow, cause, "near") if close else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the detector has learned, JSON-ready."""
@@ -158,6 +159,12 @@ class Detector(ABC):
                 self.state[name] = unpack(value, self.state.get(name))
             except (TypeError, ValueError):
                 continue
+
+
+@lru_cache(maxsize=1024)
+def _silent(kind: str, flow: str | None, cause: str, level: Literal["near", "unseen"]) -> Finding:
+    """A finding that raises nothing. Most records of a healthy run have the same ones: each is made once."""
+    return Finding(kind, flow=flow, cause=cause, level=level)
 
 
 def said(*findings: Finding | None) -> Iterable[Finding]:

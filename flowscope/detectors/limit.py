@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.records import Record, RunHeader, Severity
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The values of a metric that are judged together, NaN where a row was not seen; None: this record has none."""
 
     values: Array | None
@@ -160,11 +159,12 @@ class Limit(Detector):
             yield Rows(self.judged(values[group.rows], group.inner), group.names.__getitem__, group.flow)
 
     def _judged(self, record: Record, rows: Rows) -> Finding | None:
-        values, limit = rows.values, self.limit
+        values = rows.values
         if values is None or values.size == 0 or bool(np.isnan(values).all()):
             return self.unseen(rows.flow)
         if record.step < self._number(self.from_step):
             return None
+        limit = self.limit
         flags = self._beyond(values, limit)
         if not flags.any():
             return self.near(self._beyond(values, self._released(limit)).any(), rows.flow)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,7 @@ from flowscope.detectors.detector import Array, Flags
 from flowscope.records import FlowLayout, Record, RunHeader, metric_key
 
 
-@dataclass(frozen=True)
-class FlowView:
+class FlowView(NamedTuple):
     """One flow of one record: its layout and its metrics, without the naming rule of further flows."""
 
     layout: FlowLayout

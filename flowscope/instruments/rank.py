@@ -52,7 +52,7 @@ class Rank(PointMeasure):
 
     def look(self, point: Point) -> tuple[Tensor, Tensor] | None:
         """[64, 64] and [16, D]."""
-        if is_compiling() or not self._switch.slow:
+        if not self._switch.slow or is_compiling():
             return None
         x = point.x
         with full_precision(x):

@@ -19,14 +19,16 @@ HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "h
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the dense floating-point tensors with values among the nested ones, in order.
+    """The dense floating-point tensors with values among the nested ones, in order.
 
     Sparse and nested ones are no hidden states we can read (nn.TransformerEncoder makes nested ones when it evaluates).
     """
-    for tensor in nested_tensors(value):
-        dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
-        if dense and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-            yield tensor
+    return filter(_holds_state, nested_tensors(value))
+
+
+def _holds_state(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    return dense and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -50,7 +52,7 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 def hidden_output(output: Any, like: Tensor | None) -> Tensor | None:
     """Return the hidden state among a block's outputs: the first of the input's shape, else the first with gradient."""
     if isinstance(output, Tensor):
-        return next(floating_tensors(output), None)
+        return output if _holds_state(output) else None
     found = list(floating_tensors(output))
     if like is not None:
         for tensor in found:

@@ -42,6 +42,10 @@ class ParameterList:
             return self._now
         return list(map(dict.get, self._holders, self._keys))
 
+    def at(self, number: int) -> Tensor | None:
+        """One of them."""
+        return self._holders[number].get(self._keys[number])
+
     def follow(self) -> list[Tensor | None]:
         """The same, found again where modules were replaced."""
         if self._tree.follow() != self._reads or self._lazy:
@@ -61,7 +65,7 @@ class ParameterList:
     def some(self, count: int) -> dict[int, Tensor | None]:
         """At most `count` evenly spaced ones, by number."""
         chosen = range(0, len(self._places), -(-len(self._places) // count) or 1)
-        return {i: self._places[i][0]._parameters.get(self._places[i][1]) for i in chosen}
+        return {i: self.at(i) for i in chosen}
 
     def _find_again(self) -> None:
         self._now = None

@@ -82,6 +82,8 @@ class Observation:
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
         self.instruments = [instrument for instrument in self.instruments if self.faults.alive(instrument.fuse)]
         self._told = {event: [(i.fuse, getattr(i, event)) for i in self._hearing(event)] for event in EVENTS}
+        self._weighs = any("parameters" in i.families or not i.families for i in self.instruments)
+        """Whether any of them may look at the parameters."""
         hooks.before(view.model, "root hook", self._root, first=True)
         if not any(instrument.counts_canary for instrument in self.instruments):
             hooks.after(view.model, "root hook", self._root_output)
@@ -158,10 +160,10 @@ class Observation:
         """Turn the instruments on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
             self.drop()
-        self.passes.begin_step(sampling=sampling)
         self.switch.sampling, self.switch.slow = sampling, slow
         if sampling:
             self._tell("begin_step")
+        self.passes.begin_step(sampling=sampling)
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
@@ -179,7 +181,8 @@ class Observation:
 
     def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""
-        self.faults.guard("parameter list", partial(self.view.parameters.hold, fixed=updating))
+        if self._weighs:
+            self.faults.guard("parameter list", partial(self.view.parameters.hold, fixed=updating))
         self._tell("before_update", updating=updating)
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:

@@ -43,8 +43,8 @@ class Passes:
         self.fills_grad: bool | None = None
         self._used = False
         """An optimizer found gradients in this step (one that steps inside backward lets go of them)."""
-        self._some: list[Tensor] = []
-        """A few of the parameters as the step began."""
+        self._some: list[tuple[int, Tensor]] = []
+        """A few of the parameters as the step began, with their numbers."""
 
     def review(self) -> Earlier:
         """What a further forward of a sampled step says of the passes before it."""
@@ -61,9 +61,11 @@ class Passes:
         self._used = False
         self._at_begin = self.forwards
         if sampling:
-            now = self._parameters.follow()
-            trainable = [(i, p) for i, p in enumerate(now) if p is not None and p.requires_grad]
-            self._some = [p for _, p in [*trainable[:1], *spread(trainable)]]
+            at = self._parameters.at
+            if not self._some or not all(p is at(i) and p.requires_grad for i, p in self._some):
+                now = enumerate(self._parameters.current())
+                trainable = [(i, p) for i, p in now if p is not None and p.requires_grad]
+                self._some = [*trainable[:1], *spread(trainable)]
 
     def gradients_used(self) -> None:
         """An optimizer is about to use the gradients."""
@@ -74,7 +76,9 @@ class Passes:
         self.fills_grad = self._used or self._holds_any()
 
     def _holds_any(self) -> bool:
-        return any(p is not None and p.grad is not None for p in self._parameters.current())
+        # modules that were replaced are only looked for where none is seen
+        looked = (look() for look in (self._parameters.current, self._parameters.follow))
+        return any(p is not None and p.grad is not None for now in looked for p in now)
 
     def _gradients_were_dropped(self) -> bool:
         """Whether no parameter holds a gradient: what backward left since the step began was thrown away.
@@ -85,10 +89,10 @@ class Passes:
         return (self.fills_grad or self._switch.left_gradients) and self._holds_no_gradient()
 
     def _holds_no_gradient(self) -> bool:
-        held_now = [p for p in self._parameters.current() if p is not None]
+        held_now = [p for p in self._parameters.follow() if p is not None]
         if not all(p.is_leaf for p in held_now):
             # weights that torch.func.functional_call has put in place for this forward
-            held_now = self._some
+            held_now = [p for _, p in self._some]
         trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
         if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
             return False

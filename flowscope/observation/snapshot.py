@@ -69,9 +69,11 @@ class Snapshot:
         """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
         host, out = iter(self._copy.read()), RecordBuilder(step)
         for fuse, taken in self._taken:
-            own, before = [next(host) for _ in taken.tensors], out.keys()
+            own = [next(host) for _ in taken.tensors]
+            local = bool(own) and not taken.adds_up
+            before = out.keys() if local else set()
             out.family()
             self._faults.guard(fuse, taken.read, out, [self._sums[taken.name]] if taken.name in self._sums else own)
-            if taken.tensors and not taken.adds_up:
+            if local:
                 self.local |= out.keys() - before
         return out.finish(), out.layouts
