@@ -199,7 +199,8 @@ def test_ten_thousand_forwards_leave_nothing_behind() -> None:
         observation = scope._driver.observation
         units, flows = (next(i for i in observation.instruments if i.name == name) for name in ("units", "flows"))
         sizes = [len(scope._driver.ended), len(units._counted), len(observation.hooks._leaves)]
-        sizes += [len(held) for flow in flows.flows for held in (flow.rows, flow.calls._executed, flow.grams)]
+        sizes += [len(held) for flow in flows.flows for held in (flow.seen.numbers, flow.calls._executed)]
+        sizes += [len(getattr(measure, "_kept", ())) for flow in flows.flows for measure in flow.seen.measures]
         return [*sizes, len(observation.hooks._handles), sum(len(m._forward_hooks) for m in model.modules())]
 
     x, y = torch.randn(B, IN), torch.randn(B, OUT)
