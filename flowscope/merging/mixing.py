@@ -55,20 +55,10 @@ def _grad_scale(grad: Tensor, scale: Tensor) -> Tensor:
     return torch.stack([part.sum() for part in torch.split_with_sizes(grad, sizes)])
 
 
-def _backward(
-    ctx: Any,
-    saved: tuple[Tensor, ...],
-    grad_read: Tensor | None,
-    grad_residual: Tensor | None,
-    grad_mix: Tensor | None,
-    grad_write: Tensor | None,
-    grad_logits: Tensor | None,
-    grad_values: Tensor | None,
-    grad_inverse: Tensor | None,
-    grad_mean: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Return the gradients of h, weight, static and scale, from those of all outputs of `_ReadAndMix`."""
     h, weight, scale, mix, logits, values, inverse, mean = saved
+    grad_read, grad_residual, grad_mix, grad_write, grad_logits, grad_values, grad_inverse, grad_mean = grads
     m, n, d = h.shape
     grad_read = _present(grad_read, h, (m, 1, d))
     grad_residual = _present(grad_residual, h)
@@ -146,7 +136,7 @@ class _ReadAndMix(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpoints unpack a tensor only once
         with without_autocast(saved[0]):  # a loop may call backward inside of autocast
-            return _backward(ctx, saved, *grads)
+            return _backward(ctx, saved, grads)
 
     @staticmethod
     def jvp(

@@ -148,9 +148,10 @@ class DeepNormConnection(Connection):
                 f"wrap(mode='deepnorm'): block {context.block} has norms {context.norm_kinds}, expected "
                 "post-norm sites (LN(x + f)). For pre-norm blocks use mode='keel-postln'."
             )
-        layers = {context.role: context.blocks, _other(context.role): context.other_blocks}
-        constants = deepnorm_constants(layers["encoder"], layers["decoder"])
-        side = constants.encoder if context.role == "encoder" else constants.decoder
+        if context.role == "encoder":
+            side = deepnorm_constants(context.blocks, context.other_blocks).encoder
+        else:
+            side = deepnorm_constants(context.other_blocks, context.blocks).decoder
         assert side is not None
         alpha = options.alpha if options.alpha is not None else side.alpha
         self.beta = options.beta if options.beta is not None else side.beta
@@ -163,10 +164,6 @@ class DeepNormConnection(Connection):
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `alpha x + f`."""
         return torch.add(f, x, alpha=self.alpha[site]), state
-
-
-def _other(role: str) -> str:
-    return "decoder" if role == "encoder" else "encoder"
 
 
 class DeepNormSide(NamedTuple):

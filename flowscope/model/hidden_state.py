@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,14 +55,9 @@ def hidden_output(output: Any, like: Tensor | None) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if _holds_state(output) else None
     found = list(floating_tensors(output))
-    if like is not None:
-        for tensor in found:
-            if tensor.shape == like.shape:
-                return tensor
-    for tensor in found:
-        if tensor.requires_grad:
-            return tensor
-    return found[0] if found else None
+    alike = (tensor for tensor in found if like is not None and tensor.shape == like.shape)
+    with_gradient = (tensor for tensor in found if tensor.requires_grad)
+    return next(chain(alike, with_gradient, found), None)
 
 
 @dataclass

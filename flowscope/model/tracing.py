@@ -71,6 +71,16 @@ class Add(NamedTuple):
     result: Tensor
     statement: bool  # x.add_(f): its result may be used under the left operand's name
 
+    @property
+    def own(self) -> int:
+        """The add and all it came from."""
+        return 1 << self.node | self.ancestors[0] | self.ancestors[1]
+
+    @property
+    def carried(self) -> Tensor:
+        """The carry among the operands."""
+        return self.operands[self.carry or 0]
+
 
 class Passage(NamedTuple):
     """One call of a module inside the block."""
@@ -270,8 +280,7 @@ class BlockTrace(TorchFunctionMode):
         for add in reversed(self.adds):
             if add.carry is None or not reach >> add.node & 1:
                 continue
-            own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
-            after = reach & ~own & self.nodes.parametrised & ~self.nodes.normalising
+            after = reach & ~add.own & self.nodes.parametrised & ~self.nodes.normalising
             if add.kind == "projection" and after and not (chain and chain[-1].kind == "projection"):
                 continue  # weights follow: a sum inside a branch or a projection
             chain.append(add)
@@ -280,11 +289,10 @@ class BlockTrace(TorchFunctionMode):
 
     def argument_of(self, first: Add) -> int | str:
         """Return the argument the first site's carry comes from."""
-        assert first.carry is not None
         for key, x in self.arguments.items():
-            if x is first.operands[first.carry]:
+            if x is first.carried:
                 return key
-        mask = first.ancestors[first.carry]
+        mask = first.ancestors[first.carry or 0]
         return next(key for node, key in enumerate(self.arguments) if mask >> node & 1)
 
     def read_sites(
@@ -293,23 +301,24 @@ class BlockTrace(TorchFunctionMode):
         """Return the sites in order and the children the carry passes through between them."""
         carriers: dict[str, bool] = {}
         sites: list[TracedSite] = []
-        reached = [*(add.operands[add.carry or 0] for add in chain[1:]), final]
+        reached = [*(add.carried for add in chain[1:]), final]
         start = 0
-        into = self.passages_between(entry, chain[0].operands[chain[0].carry or 0], own)
+        into = self.passages_between(entry, chain[0].carried, own)
         carriers.update({passage.name: passage.is_norm for passage in into or ()})
         for index, (add, following) in enumerate(zip(chain, reached, strict=True)):
-            carry = add.operands[add.carry or 0]
             at = visible.index(add)
-            same = {self.nodes.origin_of(carry)}
-            touch = sum(not same.isdisjoint(map(self.nodes.origin_of, other.operands)) for other in visible[start:at])
-            fresh = index == 0 and self.nodes.origin_of(carry) != id(entry)
+            origin = self.nodes.origin_of(add.carried)
+            touch = sum(origin in map(self.nodes.origin_of, other.operands) for other in visible[start:at])
+            fresh = index == 0 and origin != id(entry)
             rule = SiteRule(None if into is None else touch, at, add.carry or 0, fresh)
             into = None if add.statement else self.passages_between(add.result, following, own)
             carriers.update({passage.name: passage.is_norm for passage in into or ()})
             outer = next((passage.name for passage in into or () if passage.is_norm), "")
             norm = self.norm_kind(add, following, chain[: index + 1])
             sites.append(
-                TracedSite(rule, add.modules[-1] if add.modules else "", tuple(carry.shape), add.kind, norm, outer)
+                TracedSite(
+                    rule, add.modules[-1] if add.modules else "", tuple(add.carried.shape), add.kind, norm, outer
+                )
             )
             start = at + 1
         return tuple(sites), carriers
@@ -318,9 +327,8 @@ class BlockTrace(TorchFunctionMode):
         """Return the children through which `start` became `end`; empty where they are one, None where none did."""
         if start is end or self.nodes.origin_of(end) == id(start):
             return []
-        ended = (
-            self.passages.get(id(end)) or self.passages.get(self.nodes.origin_of(end)) or []
-        )  # a norm, then a reshape
+        # by its origin: a norm, then a reshape
+        ended = self.passages.get(id(end)) or self.passages.get(self.nodes.origin_of(end)) or []
         for passage in ended if depth else ():
             if passage.name in own or any(name not in own for name in passage.modules):
                 continue
@@ -336,17 +344,13 @@ class BlockTrace(TorchFunctionMode):
 
     def norm_kind(self, add: Add, reached: Tensor, chain: list[Add]) -> str:
         """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""
-        own = 1 << add.node | add.ancestors[0] | add.ancestors[1]
-        if reached is not add.result and self.nodes.of(reached) & ~own & self.nodes.normalising:
+        if reached is not add.result and self.nodes.of(reached) & ~add.own & self.nodes.normalising:
             return "post"
         branch = add.ancestors[1 - (add.carry or 0)]
         carries = [earlier.ancestors[earlier.carry or 0] for earlier in chain]
         read = next((mask for mask in reversed(carries) if is_ancestor(mask, branch)), carries[-1])
         branch &= ~read  # from the newest carry the branch reads: with (x + a) + b that of a
-        first_weight, first_norm = (
-            lowest(branch & self.nodes.parametrised),
-            lowest(branch & self.nodes.normalising),
-        )
+        first_weight, first_norm = (lowest(branch & of) for of in (self.nodes.parametrised, self.nodes.normalising))
         return "pre" if first_norm and (not first_weight or first_norm <= first_weight) else "none"
 
     def is_changed_carry(self, add: Add) -> bool:
