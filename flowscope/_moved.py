@@ -44,7 +44,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "flowscope.probes.snapshot": ("flowscope.observation.snapshot",),
     "flowscope.probes.statistics": ("flowscope.sums.statistics",),
     "flowscope.probes.summaries": ("flowscope.sums.point_metrics",),
-    "flowscope.probes.tensors": ("flowscope.jacobian.tensors",),
+    "flowscope.probes.tensors": ("flowscope.jacobian.state_tensors",),
 }
 """Old module -> the modules that hold its names now, asked in this order."""
 FOLDERS = {"flowscope.discovery": "flowscope.model", "flowscope.panels": "flowscope.views"}

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import flowscope
 from flowscope.errors import FlowscopeError
-from flowscope.instruments.replay import replay_gradients
+from flowscope.instruments.fused_replay import replay_gradients
 
 B, T, D, H, LAYERS = 3, 7, 4, 6, 2
 KINDS = {"tanh": nn.RNN, "relu": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}

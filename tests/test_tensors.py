@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from flowscope.jacobian.tensors import first_tensor, replace_first
+from flowscope.jacobian.state_tensors import first_tensor, replace_first
 from flowscope.model.nested import map_tensors, nested_tensors
 
 IDS = torch.arange(15).view(3, 5)

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from flowscope.config import WatchConfig
 from flowscope.hooks.hooks import Hooks, masked
+from flowscope.instruments.fused_replay import Replay, replay_gradients
 from flowscope.instruments.instrument import Array, Instrument, Taken
-from flowscope.instruments.replay import Replay, replay_gradients
 from flowscope.model.hidden_state import is_compiling
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.view import ModelView

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowscope.errors import FlowscopeError
 from flowscope.hooks.hooks import masked
-from flowscope.jacobian.tensors import first_tensor, replace_first
+from flowscope.jacobian.state_tensors import first_tensor, replace_first
 from flowscope.model.example_inputs import evaluating
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.model.plan import Flow
