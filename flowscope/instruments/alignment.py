@@ -94,9 +94,6 @@ class BranchAlignment(Instrument):
         tensors = [c.reshape(1) for c in seen.values()]
         return Taken(self.name, tensors, partial(self._read, list(seen))) if seen else None
 
-    def discard(self) -> None:
-        """Nothing was deposited on backward."""
-
     def drop(self) -> None:
         """Forget the estimates."""
         self._seen = {}

@@ -102,9 +102,6 @@ class NormGaps(Instrument):
         taken = [(probe, tensor) for probe in self._probes if (tensor := probe.take()) is not None]
         return Taken(self.name, [t for _, t in taken], partial(self._read, [p for p, _ in taken])) if taken else None
 
-    def discard(self) -> None:
-        """Nothing was deposited on backward."""
-
     def drop(self) -> None:
         """Forget the batches that were seen."""
         for probe in self._probes:

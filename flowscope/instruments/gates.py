@@ -142,11 +142,7 @@ class Gates(Instrument):
             return
         with full_precision(gate):
             sums = site_statistics.gate_sums(torch.logit(gate.detach().float(), eps=EDGE))
-        self._hooks.on_gradient(gate, self.fuse, partial(self._deposit, row, sums), row)
-
-    def _deposit(self, row: int, sums: Tensor, gradient: Tensor) -> None:
-        del gradient
-        self.buffer.add(row, 0, sums)
+        self._hooks.on_gradient(gate, self.fuse, partial(self.buffer.deposit, row, sums), row)
 
     def layout(self) -> list[Any]:
         """The labels."""
@@ -165,8 +161,7 @@ class Gates(Instrument):
         rows = self._shown()
         if not rows:
             return
-        sums = table_rows(parts, self.buffer.columns)
+        sums = table_rows(parts, self.buffer.columns, self.buffer.rows)[rows]
         out.flow(FlowLayout(self.name, "gates", (), (), "" if self._named else FOUND))
-        held = [sums[row] if row < len(sums) else None for row in rows]
-        for name, values in site_metrics.gate_metrics(held).items():
+        for name, values in site_metrics.gate_metrics(sums).items():
             out.add(name, values, [self._labels[row] for row in rows])

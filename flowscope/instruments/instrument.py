@@ -158,9 +158,9 @@ class Instrument:
         """Which of `Taken.replicas` are the same on all ranks; None where nothing is compared."""
 
 
-def table_rows(parts: list[Array], columns: int) -> Array:
-    """The rows that several devices hold, added up."""
-    rows = np.zeros((max((len(part) for part in parts), default=0), columns))
+def table_rows(parts: list[Array], columns: int, count: int = 0) -> Array:
+    """The rows that several devices hold, added up; `count` at least, 0 where none was deposited."""
+    rows = np.zeros((max([count, *map(len, parts)]), columns))
     for part in parts:
         rows[: len(part)] += part
     return rows

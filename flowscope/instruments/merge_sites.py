@@ -23,7 +23,7 @@ from flowscope.records import FlowLayout
 from flowscope.sums import site_metrics
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.site_metrics import ALPHA, GATES, MIXING
-from flowscope.sums.statistics import Sums, full_precision
+from flowscope.sums.statistics import full_precision
 
 Group = tuple[str, Sequence[str], Sequence[str]]
 """A connection: its label, the names of its static parameters, and of those that generate coefficients."""
@@ -67,7 +67,7 @@ class SitesOfAFlow(Instrument):
             out.within(self.flow)
         else:  # its blocks are in no watched flow
             out.flow(FlowLayout(self.flow, "blocks", (), ()))
-        for name, (values, labels) in self.metrics_of(table_rows(parts, self.buffer.columns)).items():
+        for name, (values, labels) in self.metrics_of(table_rows(parts, self.buffer.columns, self.buffer.rows)).items():
             out.add(name, values, labels)
         norms = dict(zip(*out.entries("param_grad_norm"), strict=True))
         for name, (values, labels) in grad_norms(self.groups, norms).items() if norms else ():
@@ -212,11 +212,8 @@ class MergeSites(SitesOfAFlow):
         with full_precision(tensor):
             values = sums.sums(k, tensor)
         if values is not None:
-            self._hooks.on_gradient(through, self.fuse, partial(self._deposit, (k, name), values), (k, name))
-
-    def _deposit(self, row: tuple[int, str], values: Sums, gradient: Tensor) -> None:
-        del gradient
-        self.buffer.add(self._rows[row], 0, values)
+            deposit = partial(self.buffer.deposit, self._rows[k, name], values)
+            self._hooks.on_gradient(through, self.fuse, deposit, (k, name))
 
     def metrics_of(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """As the rule gives them."""
@@ -237,9 +234,8 @@ class MergeSites(SitesOfAFlow):
     def rows_of(self, name: str, sums: Array) -> Array:
         """Return [K, columns] of what is shown under a name; 0 where nothing was."""
         table = np.zeros((len(self.labels), self.sums[name].columns))
-        for k in range(len(self.labels)):
-            row = self._rows.get((k, name), len(sums))
-            if row < len(sums):
+        for (k, shown), row in self._rows.items():
+            if shown == name:
                 table[k] = sums[row, : table.shape[1]]
         return table
 

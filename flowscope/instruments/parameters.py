@@ -217,9 +217,6 @@ class Parameters(Instrument):
         """What the optimizer was about to use is read again."""
         self.drop()
 
-    def discard(self) -> None:
-        """Nothing was deposited on backward."""
-
     def drop(self) -> None:
         """Forget what was read for a step that did not happen."""
         self._forget()

@@ -113,11 +113,8 @@ class RecurrentFlow(Instrument):
         tensors = [replay.grad_square, replay.act_square, counts, *gates]
         return Taken(self.fuse, tensors, partial(self._read, replay.note))
 
-    def discard(self) -> None:
-        """The call that is kept is that of a forward under way."""
-
     def drop(self) -> None:
-        """Let go of what was kept."""
+        """Let go of what was kept; `discard` does not: the call that is kept is that of a forward under way."""
         self.update_failed()
         self._call, self._gradients = None, {}
 
@@ -142,7 +139,7 @@ class RecurrentFlow(Instrument):
             rows[:, ELEMENTS] = counts[order] * hidden
             rows[:, BACKWARDS] = ~np.isnan(gradients[row][order])
             out.along(point_metrics.flow_metrics(rows), labels)
-            for metric, values in site_metrics.gate_metrics([table[row] for table in gates]).items():
+            for metric, values in site_metrics.gate_metrics(np.array([table[row] for table in gates])).items():
                 if gates:
                     out.add(metric, values, [f"{name}#{KEEPING[self._rnn.mode]}"])
         out.note(note)

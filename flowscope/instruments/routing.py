@@ -110,11 +110,8 @@ class Routing(Instrument):
 
     def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
         """The metrics of `route_metrics`, one entry a router; NaN where no token was seen."""
-        sums = table_rows(parts, self.buffer.columns)
-        rows = [
-            route_metrics(sums[row], router.experts) if row < len(sums) else (np.nan,) * len(self.metrics)
-            for row, router in enumerate(self._routers)
-        ]
+        sums = table_rows(parts, self.buffer.columns, self.buffer.rows)
+        rows = [route_metrics(row, router.experts) for row, router in zip(sums, self._routers, strict=True)]
         for metric, values in zip(self.metrics, np.array(rows).T, strict=True):
             out.add(metric.name, values, self._labels)
 

@@ -117,28 +117,21 @@ class KnownStreams(SitesOfAFlow):
             second = first.new_zeros(1 + self._side) if write is None else site_statistics.matrix_sums(write)
             third = site_statistics.stream_cosine_sums(streams, self._positions)
             sums = torch.cat([first, second, third])
-        self._hooks.on_gradient(observed, self.fuse, partial(self._deposit, row, sums), row)
-
-    def _deposit(self, row: int, sums: Tensor, gradient: Tensor) -> None:
-        del gradient
-        self.buffer.add(row, 0, sums)
+        self._hooks.on_gradient(observed, self.fuse, partial(self.buffer.deposit, row, sums), row)
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
     def metrics_of(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """Those of `site_metrics.mixing_metrics`, mix_matrix, branch_weight, ..."""
-        count, side = len(self.labels), self._side
-        rows = np.zeros((count, self.buffer.columns))
-        rows[: len(sums)] = sums[:count]
-        if not rows.any():
+        if not sums.any():
             return {}
 
         def means(where: slice) -> Array:
-            held = rows[:, where]
+            held = sums[:, where]
             with np.errstate(invalid="ignore", divide="ignore"):
                 return np.asarray(np.where(held[:, :1] > 0, held[:, 1:] / held[:, :1], np.nan))
 
-        matrices = means(self._mix).reshape(count, side, side)
+        matrices = means(self._mix).reshape(-1, self._side, self._side)
         out = {name: (values, self.labels) for name, values in site_metrics.mixing_metrics(matrices).items()}
         out["mix_matrix"] = (matrices, self.labels)
         out["branch_weight"] = (means(self._write).mean(1), self.labels)

@@ -133,7 +133,7 @@ class UnitProbe:
             seen, positions = seen | self._window[0], positions + self._window[1]
         self._window = (seen, positions)
         if positions >= LASTING_POSITIONS:
-            self._lasting, self._window = (seen.size - int(np.count_nonzero(seen))) / seen.size, None
+            self._lasting, self._window = _off_share(seen), None
         return self._lasting
 
 
@@ -261,7 +261,7 @@ class Units(Instrument):
         if dead:
             out.add("dead_fraction", np.array([_off_share(on) for on in dead.values()]), labels)
         if bounded:
-            shares = np.array([vector[0] / vector[1] for vector in bounded.values()])
+            shares = np.array([_share(vector) for vector in bounded.values()])
             out.add("saturation", shares, [probe.label for probe in bounded])
         if dead:
             lasting = [probe.lasting(on, counted.positions.get(probe, 0)) for probe, on in dead.items()]
@@ -270,7 +270,7 @@ class Units(Instrument):
     def _leave_unrectified(self, vectors: Mapping[UnitProbe, Array]) -> None:
         """After the first record: inputs that did not come from a rectifier are watched no further."""
         for probe in list(self._probes):
-            if probe.kind == "input" and not (probe in vectors and zero_share(vectors[probe]) >= RECTIFIED_SHARE):
+            if probe.kind == "input" and not (probe in vectors and _share(vectors[probe]) >= RECTIFIED_SHARE):
                 probe.handle.remove()
                 self._probes.remove(probe)
 
@@ -330,12 +330,12 @@ def _head(probe: UnitProbe) -> int:
     return 2 if probe.kind in SUMMED else 0
 
 
-def _off_share(on: Array) -> float:
+def _off_share(on: NDArray[Any]) -> float:
     return (on.size - int(np.count_nonzero(on))) / on.size
 
 
-def zero_share(vector: Array) -> float:
-    """The share of exact zeros among what a unit probe counted."""
+def _share(vector: Array) -> float:
+    """The share of single values that are saturated, or exactly zero."""
     return float(vector[0] / vector[1])
 
 

@@ -76,9 +76,6 @@ class WeightSpread(Instrument):
         numbers = [numbers for numbers, _ in found]
         return Taken(self.name, [vector for _, vector in found], partial(self._read, numbers)) if found else None
 
-    def discard(self) -> None:
-        """Nothing was deposited on backward."""
-
     def drop(self) -> None:
         """Forget what was compared."""
         self._found = []

@@ -86,7 +86,7 @@ class GateLogit(SiteSums):
 
     def values(self, rows: Array) -> dict[str, Array]:
         """See `gate_metrics`."""
-        return site_metrics.gate_metrics(list(rows)) if rows.any() else {}
+        return site_metrics.gate_metrics(rows) if rows.any() else {}
 
 
 class NormInput(SiteSums):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,11 @@ from flowscope.observation.passes import Earlier, Passes
 from flowscope.observation.snapshot import Snapshot
 from flowscope.sums.buffer import HostCopy
 
+ASKED_OF_ALL = ("attach", "take", "layout")
 ALWAYS_TOLD = ("drop", "discard")
-EVENTS = (
-    *ALWAYS_TOLD,
-    "begin_step",
-    "start_forward",
-    "start_evaluation",
-    "set_aside",
-    "recall",
-    "replay",
-    "scaled_by",
-    "before_update",
-    "read_gradients",
-    "after_update",
-    "update_failed",
-    "close",
-    "runs",
-    "expects",
-    "replicated",
-)
-"""Methods of `Instrument` that are told of what happens or asked; but for the first two, only where it has its own."""
+"""Events that every instrument is told of: the default of the one calls the other."""
+EVENTS = [name for name in vars(Instrument) if isfunction(getattr(Instrument, name)) and name not in ASKED_OF_ALL]
+"""Methods of `Instrument` that are told of what happens or asked: of an instrument that has its own."""
 
 
 class Observation:

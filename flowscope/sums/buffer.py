@@ -57,6 +57,11 @@ class DepositBuffer:
             held = self._grow(sums.device)
         held[row, at : at + sums.shape[0]].add_(sums)
 
+    def deposit(self, row: int, sums: Sums, gradient: Tensor) -> None:
+        """Add sums that have waited for a gradient."""
+        del gradient
+        self.add(row, 0, sums)
+
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []
         if waiting and len(self._numbers) < self.rows:

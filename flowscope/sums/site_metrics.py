@@ -93,7 +93,7 @@ MIXING = (
 )
 
 
-def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:
+def gate_metrics(rows: Array) -> dict[str, Array]:
     """gate_mean, gate_std, gate_p05, gate_p95 of t = sigmoid(logit), gate_saturation (share of |logit| > 5), each [K].
 
     Quantiles are those of the logit's buckets (width 0.5, interpolated): within .125 of t where t is steepest. They
@@ -103,7 +103,7 @@ def gate_metrics(rows: Sequence[Array | None]) -> dict[str, Array]:
     names = ("gate_mean", "gate_std", "gate_p05", "gate_p95", "gate_saturation")
     out = {name: np.full(len(rows), np.nan) for name in names}
     for k, row in enumerate(rows):
-        if row is None or not row[0] > 0:
+        if not row[0] > 0:
             continue
         count, total, square, saturated = row[:4]
         mean = total / count
