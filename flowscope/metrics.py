@@ -104,12 +104,7 @@ class Metric:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of what is not left at its default; `from_json` is its inverse."""
-        out: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                out[field.name] = list(value) if isinstance(value, tuple) else value
-        return out
+        return told_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Metric:
@@ -122,6 +117,13 @@ class Metric:
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
         known = {name: value for name, value in known.items() if value in _CHOICES.get(name, (value,))}
         return cls(**{"name": data["name"], "words": "", **known})
+
+
+def told_fields(described: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not left at their defaults, JSON-ready where they hold plain words."""
+    values = ((field, getattr(described, field.name)) for field in fields(described))
+    told = {field.name: value for field, value in values if value != field.default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
 
 
 @cache

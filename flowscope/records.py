@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
-from flowscope.metrics import Metric, spec_of
+from flowscope.metrics import Metric, spec_of, told_fields
 
 Severity = Literal["info", "warning", "error"]
 SERIOUS: tuple[Severity, ...] = ("warning", "error")
@@ -80,11 +80,7 @@ class RunHeader:
         return {
             "type": "run",
             "version": self.version,
-            "flows": [
-                {"name": f.name, "kind": f.kind, "points": list(f.points), "blocks": list(f.blocks)}
-                | ({"cell": f.cell} if f.cell else {})
-                for f in self.flows
-            ],
+            "flows": [told_fields(flow) for flow in self.flows],
             "labels": {key: list(value) for key, value in self.labels.items()},
             "config": dict(self.config),
             "environment": dict(self.environment),

@@ -74,10 +74,7 @@ class FirstForward:
         if self.done or torch.compiler.is_compiling():
             return
         self.done = True
-        for watched in module.modules():
-            for key, hook in list(watched._forward_hooks.items()):
-                if isinstance(hook, (FirstForward, BlockRan)):
-                    del watched._forward_hooks[key]
+        remove_hooks(module, FirstForward, BlockRan)
         refuse_idle(self.ran, self.promised)
 
 
@@ -91,6 +88,14 @@ class BlockRan:
         """Note it."""
         if not self.check.done and not torch.compiler.is_compiling():
             self.check.ran.add(self.path)
+
+
+def remove_hooks(model: nn.Module, *kinds: type) -> None:
+    """Take the forward hooks of these classes off a model."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, kinds):
+                del module._forward_hooks[key]
 
 
 def difference(before: Any, after: Any) -> float:

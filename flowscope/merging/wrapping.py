@@ -21,7 +21,7 @@ from flowscope.merging.idle import freeze_idle, thaw_idle
 from flowscope.merging.modes import Rule, parse_options, rule_of
 from flowscope.merging.placement import block_rule, contexts, servable
 from flowscope.merging.stream_outputs import ReduceHiddenStates
-from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference
+from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference, remove_hooks
 from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
 from flowscope.model.sites import SitePlan, plan_sites, uncompiled
 
@@ -107,10 +107,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     lost = sum(p.numel() for c in found for p in c.parameters())
     unweave(inner)
     thaw_idle(inner)
-    for module in inner.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, (ReduceHiddenStates, FirstForward, BlockRan)):
-                del module._forward_hooks[key]
+    remove_hooks(inner, ReduceHiddenStates, FirstForward, BlockRan)
     if found[0].left_behind:
         logger.warning("unwrap: %s", found[0].left_behind)
     if trained or not all(connection.keeps_output() for connection in found):

@@ -315,11 +315,8 @@ class BlockTrace(TorchFunctionMode):
             carriers.update({passage.name: passage.is_norm for passage in into or ()})
             outer = next((passage.name for passage in into or () if passage.is_norm), "")
             norm = self.norm_kind(add, following, chain[: index + 1])
-            sites.append(
-                TracedSite(
-                    rule, add.modules[-1] if add.modules else "", tuple(add.carried.shape), add.kind, norm, outer
-                )
-            )
+            module = add.modules[-1] if add.modules else ""
+            sites.append(TracedSite(rule, module, tuple(add.carried.shape), add.kind, norm, outer))
             start = at + 1
         return tuple(sites), carriers
 
