@@ -23,39 +23,34 @@ MOVED: dict[str, tuple[str, ...]] = {
         "flowscope.merging.manifold",
         "flowscope.merging.postln",
     ),
-    "flowscope.probes.buffer": ("flowscope.sums.buffer",),
-    "flowscope.probes.canary": ("flowscope.hooks.canary",),
-    "flowscope.probes.compiled": ("flowscope.hooks.compiled",),
-    "flowscope.probes.depth": ("flowscope.sums.depth",),
-    "flowscope.probes.hooks": ("flowscope.hooks.hooks",),
     "flowscope.probes.jacobian": ("flowscope.jacobian.spectrum",),
     "flowscope.probes.layout": ("flowscope.model.hidden_state",),
-    "flowscope.probes.matrices": ("flowscope.sums.matrices",),
     "flowscope.probes.norms": ("flowscope.sums.vector_norms",),
-    "flowscope.probes.observation": ("flowscope.observation.observation",),
-    "flowscope.probes.passes": ("flowscope.observation.passes",),
-    "flowscope.probes.payload": ("flowscope.sums.payload",),
     "flowscope.probes.products": ("flowscope.instruments.gate_products",),
-    "flowscope.probes.record_builder": ("flowscope.record_builder",),
-    "flowscope.probes.segment": ("flowscope.jacobian.segment",),
-    "flowscope.probes.sharing": ("flowscope.observation.sharing",),
-    "flowscope.probes.site_statistics": ("flowscope.sums.site_statistics",),
     "flowscope.probes.site_summaries": ("flowscope.sums.site_metrics",),
-    "flowscope.probes.snapshot": ("flowscope.observation.snapshot",),
-    "flowscope.probes.statistics": ("flowscope.sums.statistics",),
     "flowscope.probes.summaries": ("flowscope.sums.point_metrics",),
     "flowscope.probes.tensors": ("flowscope.jacobian.state_tensors",),
 }
 """Old module -> the modules that hold its names now, asked in this order."""
-FOLDERS = {"flowscope.discovery": "flowscope.model", "flowscope.panels": "flowscope.views"}
-"""Old folder -> where its modules are now, by their old names."""
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "flowscope.discovery": ("flowscope.model",),
+    "flowscope.panels": ("flowscope.views",),
+    "flowscope.probes": (
+        "flowscope.sums",
+        "flowscope.hooks",
+        "flowscope.observation",
+        "flowscope.jacobian",
+        "flowscope",
+    ),
+}
+"""Old folder -> where its other modules are now, by their old names."""
 
 
 def homes(old: str) -> tuple[str, ...]:
     """The modules that hold the names of an old one; none for one that was only a folder."""
     folder, _, name = old.rpartition(".")
-    home = f"{FOLDERS[folder]}.{name}" if folder in FOLDERS else ""
-    return MOVED.get(old) or ((home,) if home and importlib.util.find_spec(home) else ())
+    places = [f"{now}.{name}" for now in FOLDERS.get(folder, ())]
+    return MOVED.get(old) or tuple(place for place in places if importlib.util.find_spec(place))
 
 
 class MovedModules(MetaPathFinder, Loader):
