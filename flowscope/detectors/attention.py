@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array
 from flowscope.detectors.limit import Beyond, Limit
 from flowscope.records import Record
@@ -26,10 +27,7 @@ class AttentionLogits(Limit):
         "normalise queries and keys before their product (QK-norm), or clip: scale the query and key weights of heads "
         "over the limit down after each step (QK-Clip); a lower learning rate only delays it"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"least": np.zeros(0)}
+    begins_with: ClassVar[dict[str, Any]] = {"least": np.zeros(0)}
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """The logits of the layers that have grown."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import OUTCOME, Array, Detector, Finding, Flags, said
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.rows import FlowView, each_flow
@@ -125,10 +125,7 @@ class RepresentationCollapse(Detector):
 
     kind, level = "representation_collapse", OUTCOME
     shown_by = ("cosine", "effective_rank")
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"cosines": {}, "to_input": {}, "widest": {}, "sizes": {}, "common": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"cosines": {}, "to_input": {}, "widest": {}, "sizes": {}, "common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Three causes a flow: copies (cosines between layers), samples (between samples), code (an inner end)."""
@@ -235,10 +232,7 @@ class RankCollapse(Detector):
         "check the activation (no softmax between layers) and the initialisation; in self-supervised training add "
         "the stop-gradient, the predictor or a variance term"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"rank": {}, "common": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"rank": {}, "common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""

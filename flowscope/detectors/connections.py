@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import SHARE_RELEASE, Array, Detector, Finding, Flags, said
 from flowscope.detectors.rows import FlowView, each_flow
 from flowscope.records import Record, RunHeader
@@ -77,10 +77,7 @@ class StreamCollapse(Detector):
         'start the residual mapping at the identity (init="prenorm"), or keep it doubly stochastic '
         '(flowscope.wrap(model, mode="mhc"))'
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"furthest": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"furthest": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most. Streams start equal, so equality alone says nothing."""

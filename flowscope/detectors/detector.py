@@ -5,6 +5,7 @@ It counts nothing and silences nobody: the `Ledger` counts, and `DetectorSet` le
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -93,6 +94,7 @@ class Detector(ABC):
         advice: what to do about it, for people.
         extreme: the end of the profile that its message speaks of, where `where` is the block that does most to get
             there.
+        begins_with: its `state` at first; each detector has a copy.
         config: the limits of the run.
         state: what it has learned. Numbers, words, arrays, deques of numbers, and dicts of those: saved and loaded with
             the scope's state. Must be bounded.
@@ -106,10 +108,11 @@ class Detector(ABC):
     shown_by: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[str] = ""
     extreme: ClassVar[Literal["", "least", "largest"]] = ""
+    begins_with: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         self.config = config or WatchConfig()
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = copy.deepcopy(self.begins_with)
 
     @property
     def name(self) -> str:

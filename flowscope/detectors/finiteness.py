@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import NUMBERS, Detector, Finding
 from flowscope.detectors.rows import each_flow, module_of, parameter_name
 from flowscope.records import Record, RunHeader
@@ -35,11 +35,8 @@ class NonFinite(Detector):
 
     kind, level = "non_finite", NUMBERS
     shown_by = ("nonfinite", "nonfinite_grad", "canary", "param_grad_norm")
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        # additive masks hold -inf: an input that was non-finite while all else was fine is not a cause
-        self.state = {"last_step": None, "harmless_input": False}
+    # additive masks hold -inf: an input that was non-finite while all else was fine is not a cause
+    begins_with: ClassVar[dict[str, Any]] = {"last_step": None, "harmless_input": False}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
@@ -49,7 +46,7 @@ class NonFinite(Detector):
         sampled = "unsampled" not in record.flags
         since, self.state["last_step"] = self.state["last_step"], record.step
         later = [*self._sampled(record, header, canary)] if sampled else []
-        later += self._canary_only(canary, later, sampled)
+        later = later or [*self._canary_only(canary, sampled)]
         if not later:
             self.state["harmless_input"] |= canary.get("input", 0) > 0
             return [] if sampled else [self.unseen()]
@@ -90,11 +87,8 @@ class NonFinite(Detector):
             name = parameter_name(record, header, int(np.argmax(np.isinf(norms))))
             yield "gradient", module_of(name), f"the gradient of the parameter {name}", float(np.isinf(norms).sum())
 
-    def _canary_only(
-        self, canary: Mapping[str, float], found: list[tuple[str, str, str, float]], sampled: bool
-    ) -> Iterator[tuple[str, str, str, float]]:
-        if found:
-            return
+    @staticmethod
+    def _canary_only(canary: Mapping[str, float], sampled: bool) -> Iterator[tuple[str, str, str, float]]:
         words = {"forward": "the forward pass", "loss": "the loss", "backward": "the backward pass"}
         for part, words_for in words.items():
             if canary.get(part, 0) > 0:

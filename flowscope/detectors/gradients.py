@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from statistics import median
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.collapse import sample_distance, samples_alike
 from flowscope.detectors.detector import Array, Detector, Finding, said
 from flowscope.detectors.rows import FlowView, each_flow
@@ -105,10 +105,7 @@ class VanishingGradient(Detector):
     yields_to = frozenset({"no_gradient", "symmetry"})
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
     shown_by, extreme = ("gradient_product", "gain"), "least"
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"best": {}, "last": {}, "zero_start": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
@@ -206,10 +203,7 @@ class ExplodingGradient(Detector):
     kind = "exploding_gradient"
     yields_to = frozenset({"mixing_gain"})
     shown_by, extreme = ("gradient_product", "gain", "grad_norm"), "largest"
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"first_norms": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"first_norms": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""

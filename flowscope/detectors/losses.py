@@ -6,11 +6,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import OUTCOME, Array, Detector, Finding, said
 from flowscope.detectors.rates import largest_rate, working
 from flowscope.records import Record, RunHeader
@@ -71,19 +70,16 @@ class LossSpike(Detector):
         "lower the learning rate and clip gradients (clip_grad_norm_); if the loss does not come back, go on from the "
         "last checkpoint before it"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {
-            "window": deque(maxlen=WINDOW),
-            # how far single losses usually rise above the ten before them; while the loss falls, not at all
-            "rises": deque(maxlen=WINDOW - ENOUGH // 2),
-            "last": deque(maxlen=SPAN - 1),
-            "first": deque(),
-            "rates": deque(maxlen=WINDOW // 10),
-            "peak": 0.0,
-            "outside": 0,
-        }
+    begins_with: ClassVar[dict[str, Any]] = {
+        "window": deque(maxlen=WINDOW),
+        # how far single losses usually rise above the ten before them; while the loss falls, not at all
+        "rises": deque(maxlen=WINDOW - ENOUGH // 2),
+        "last": deque(maxlen=SPAN - 1),
+        "first": deque(),
+        "rates": deque(maxlen=WINDOW // 10),
+        "peak": 0.0,
+        "outside": 0,
+    }
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""
@@ -187,10 +183,7 @@ class LossPlateau(Detector):
         "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
         "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"window": deque(maxlen=PLATEAU_WINDOW), "rate": {}, "seen": 0}
+    begins_with: ClassVar[dict[str, Any]] = {"window": deque(maxlen=PLATEAU_WINDOW), "rate": {}, "seen": 0}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""

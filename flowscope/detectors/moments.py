@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array
 from flowscope.detectors.limit import Beyond, Limit
 from flowscope.records import Record
@@ -26,10 +27,7 @@ class StaleMoment(Limit):
         "lower beta2 (0.95 instead of 0.999), clip gradients, or clip updates by their rms as StableAdamW does "
         "(arXiv 2304.13013): a loss spike follows within a few steps"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"adam": -1}
+    begins_with: ClassVar[dict[str, Any]] = {"adam": -1}
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """[1] the median over parameters of update_rms / learning rate; None where it is not known to be Adam."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding, said
 from flowscope.detectors.limit import Beyond, Limit
 from flowscope.detectors.rows import label_of
@@ -23,10 +23,7 @@ class SolverCost(Detector):
     yields_to = frozenset({"solver_unconverged"})
     shown_by = ("solver_nfe",)
     advice = "penalise the dynamics (kinetic energy or Jacobian norm), add weight decay, or loosen the tolerance"
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"first": np.zeros((0, 0)), "base": None}
+    begins_with: ClassVar[dict[str, Any]] = {"first": np.zeros((0, 0)), "base": None}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding at most: the solver that grew most."""

@@ -10,10 +10,10 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Detector, Finding, said
 from flowscope.detectors.gradients import ExplodingGradient
 from flowscope.detectors.losses import deviation, losses_of
@@ -38,10 +38,11 @@ class GradientSpike(Detector):
     yields_to = frozenset({"exploding_gradient", "loss_spike", "update_too_large"})
     shown_by, extreme = ExplodingGradient.shown_by, ExplodingGradient.extreme
     advice = "clip gradients (clip_grad_norm_) a little above their usual norm, lower the learning rate"
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"window": deque(maxlen=WINDOW), "losses": deque(maxlen=ENOUGH), "outside": 0}
+    begins_with: ClassVar[dict[str, Any]] = {
+        "window": deque(maxlen=WINDOW),
+        "losses": deque(maxlen=ENOUGH),
+        "outside": 0,
+    }
 
     @property
     def name(self) -> str:

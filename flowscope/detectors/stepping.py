@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import WIRING, Detector, Finding, Flags
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.rows import module_of, parameter_name
@@ -28,11 +28,8 @@ class StaleParameters(Detector):
     advice = (
         "build the optimizer from model.parameters() of the model that is trained, after copies, moves and wrapping"
     )
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        # the largest total gradient under which the weights moved
-        self.state = {"moved": 0.0}
+    # the largest total gradient under which the weights moved
+    begins_with: ClassVar[dict[str, Any]] = {"moved": 0.0}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the model."""

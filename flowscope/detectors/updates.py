@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.config import WatchConfig
 from flowscope.detectors.detector import OUTCOME, WIRING, Detector, Finding, said
 from flowscope.detectors.rates import Updates, updates_of, working
 from flowscope.detectors.rows import parameter_name
@@ -31,10 +31,7 @@ class UpdateTooSmall(Detector):
 
     kind, level = "update_too_small", OUTCOME
     shown_by = ("update_ratio",)
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        self.state = {"best": 0.0, "course": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"best": 0.0, "course": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for small updates, one for updates lost to rounding."""
@@ -100,11 +97,8 @@ class UpdateTooLarge(Detector):
     kind = "update_too_large"
     shown_by = ("update_ratio",)
     advice = "lower the learning rate (by 10 as a first try), or warm it up"
-
-    def __init__(self, config: WatchConfig | None = None) -> None:
-        super().__init__(config)
-        # the largest norm so far by parameter, and where the weights began
-        self.state = {"largest": None, "course": {}}
+    # the largest norm so far by parameter, and where the weights began
+    begins_with: ClassVar[dict[str, Any]] = {"largest": None, "course": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the worst parameter."""

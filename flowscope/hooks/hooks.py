@@ -97,12 +97,11 @@ run_uncompiled(Hook.__call__.__code__)
 class ParameterHook:
     """A hook on a parameter, and its handle. The parameter does not keep it alive: Python could not free the cycle."""
 
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, register: Callable[[Callable[..., None]], Any]) -> None:
         self.hook = hook
-        self.handle: Any = None
+        self.handle = register(self._weak())
 
-    def weak(self) -> Callable[..., None]:
-        """What is registered."""
+    def _weak(self) -> Callable[..., None]:
         reference = weakref.ref(self.hook)
 
         def call(*args: Any) -> None:
@@ -156,8 +155,7 @@ class Hooks:
         With a `switch`, only while it is sampling.
         """
         hook = Hook(part, observe, self.faults, switch)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
-        return self._handles[-1]
+        return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
 
     def after(
         self,
@@ -173,34 +171,30 @@ class Hooks:
         With `always`, also where the forward raises.
         """
         hook = Hook(part, observe, self.faults, switch)
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
-        return self._handles[-1]
+        return self.keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
     def before_accumulation(
         self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
     ) -> Any:
         """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""
-        hook = ParameterHook(Hook(part, observe, self.faults, switch))
-        hook.handle = _register(parameter, hook.weak())
-        self._handles.append(hook)
-        return hook
+        hook = Hook(part, observe, self.faults, switch)
+        return self.keep(ParameterHook(hook, parameter.register_hook))
 
     def after_accumulation(
         self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
     ) -> Any:
         """Call `observe(parameter)` after each backward pass that added to `parameter.grad`; likewise."""
-        hook = ParameterHook(Hook(part, observe, self.faults, switch))
-        hook.handle = parameter.register_post_accumulate_grad_hook(hook.weak())  # type: ignore[no-untyped-call]
-        self._handles.append(hook)
-        return hook
+        hook = Hook(part, observe, self.faults, switch)
+        return self.keep(ParameterHook(hook, parameter.register_post_accumulate_grad_hook))
 
     def after_backward(self, part: str, observe: Callable[[], None]) -> None:
         """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
         at_end_of_backward(lambda: at_end_of_backward(lambda: self.faults.guard(part, observe)))
 
-    def keep(self, handle: Any) -> None:
-        """Take over another removable handle (an optimizer's hook)."""
+    def keep(self, handle: Any) -> Any:
+        """Take over a removable handle (an optimizer's hook), and return it."""
         self._handles.append(handle)
+        return handle
 
     def on_gradient(self, x: Tensor, part: str, deposit: Callable[[Any], None], slot: Hashable) -> None:
         """Call `deposit(gradient)` when the gradient of x arrives (detached, without recording a graph).

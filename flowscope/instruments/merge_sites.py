@@ -84,7 +84,7 @@ class MergeSites(SitesOfAFlow):
 
     Attributes:
         labels: "block path#site", K of them, in depth order.
-        owners: (path, connection, number of the site in its block) of each.
+        owners: (connection, number of the site in its block) of each.
         sums: by the name under which something is shown.
     """
 
@@ -92,24 +92,16 @@ class MergeSites(SitesOfAFlow):
 
     def __init__(self, connections: Sequence[tuple[str, Any]], flow: str, config: WatchConfig) -> None:
         self.flow = flow
-        self.owners = [
-            (display_path(path), connection, site)
-            for path, connection in connections
-            for site in range(connection.sites)
-        ]
-        self.labels = [
-            f"{display_path(path.rpartition('.')[0])}#{site}"
-            for path, connection in connections
-            for site in range(connection.sites)
-        ]
-        sites = [(connection, site) for _, connection, site in self.owners]
-        declared = {name: sums for connection, _ in sites for name, sums in connection.observed.items()}
-        self.sums = {name: sums(name, sites, config.positions) for name, sums in declared.items()}
+        sites = [(path, connection, site) for path, connection in connections for site in range(connection.sites)]
+        self.labels = [f"{display_path(path.rpartition('.')[0])}#{site}" for path, _, site in sites]
+        self.owners = [(connection, site) for _, connection, site in sites]
+        declared = {name: sums for connection, _ in self.owners for name, sums in connection.observed.items()}
+        self.sums = {name: sums(name, self.owners, config.positions) for name, sums in declared.items()}
         self.buffer = DepositBuffer(max((sums.columns for sums in self.sums.values()), default=1))
         # reserved now: tracing by torch.compile must meet no new row
         self._rows = {
             (k, name): self.buffer.new_row()
-            for k, (connection, site) in enumerate(sites)
+            for k, (connection, site) in enumerate(self.owners)
             for name in connection.shown_at(site)
         }
         self.groups = [group for path, connection in connections if any((group := group_of(path, connection))[1:])]
@@ -130,13 +122,13 @@ class MergeSites(SitesOfAFlow):
     def attach(self, view: ModelView | None, hooks: Hooks) -> None:
         """Let the connections show what they declare."""
         self._hooks = hooks
-        for k, (_, connection, site) in enumerate(self.owners):
+        for k, (connection, site) in enumerate(self.owners):
             if not site:
                 connection.observer = Hook(self.fuse, partial(self._shown, k), hooks.faults, hooks.switch)
 
     def layout(self) -> list[Any]:
         """Rule and labels."""
-        return [self.flow, self.owners[0][1].mode, self.labels]
+        return [self.flow, self.owners[0][0].mode, self.labels]
 
     def start_forward(self) -> None:
         """What was shown before is no neighbour of what comes."""
@@ -157,7 +149,7 @@ class MergeSites(SitesOfAFlow):
 
     def close(self) -> None:
         """Take the observers off the connections."""
-        for _, connection, _ in self.owners:
+        for connection, _ in self.owners:
             if isinstance(connection.__dict__.get("observer"), Hook):
                 del connection.observer
 
@@ -179,7 +171,7 @@ class MergeSites(SitesOfAFlow):
             name: of what it shows; None: all of it was shown.
             tensor: shown, or what the merge gave.
         """
-        _, connection, site = self.owners[k]
+        connection, site = self.owners[k]
         known, rule = connection.shown_at(site), type(connection).__name__
         if name in known:
             self._seen.add((k, name))
@@ -220,11 +212,11 @@ class MergeSites(SitesOfAFlow):
         rows = {name: self.rows_of(name, sums) for name in self.sums}
         with np.errstate(all="ignore"):  # 0 / 0 where a site was not seen
             out = {name: values for one in self.sums.values() for name, values in one.values(rows[one.name]).items()}
-        for name in self.owners[0][1].constants:
-            out[name] = np.array([getattr(connection, name)[site] for _, connection, site in self.owners])
+        for name in self.owners[0][0].constants:
+            out[name] = np.array([getattr(connection, name)[site] for connection, site in self.owners])
         factors = [
             connection.carry_factor(site, {name: table[k] for name, table in rows.items()})
-            for k, (_, connection, site) in enumerate(self.owners)
+            for k, (connection, site) in enumerate(self.owners)
         ]
         if None not in factors:
             out["shortcut_product"] = site_metrics.shortcut_product(factors)

@@ -96,17 +96,13 @@ class Extremes:
         self._work: Any = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def done(self) -> bool:
-        """Whether `read` would not wait for other ranks."""
+        """Whether `gap` would not wait for other ranks."""
         return bool(self._work.is_completed())
 
-    def read(self) -> Array:
-        """Wait for it."""
-        self._work.wait()
-        return self._vector.cpu().double().numpy()
-
     def gap(self, replicated: NDArray[np.bool_]) -> Array:
-        """[N]: (max - min) / max over the ranks of what all of them hold, NaN for the rest."""
-        largest, least = np.split(self.read(), 2)
+        """Wait for [N]: (max - min) / max over the ranks of what all of them hold, NaN for the rest."""
+        self._work.wait()
+        largest, least = np.split(self._vector.cpu().double().numpy(), 2)
         with np.errstate(all="ignore"):
             gap = np.where(largest > 0, (largest + least) / largest, 0.0)
         return np.where(replicated, gap, np.nan)

@@ -227,7 +227,7 @@ def check_shown(subject: Subject) -> None:
     """What is declared in `observed` is shown at every site, nothing else is, and the carry's factor is a number."""
     seen = passes(subject.trained(), subject.batch())
     table = {name: seen.sites.rows_of(name, seen.sums) for name in seen.sites.sums}
-    for k, (_, connection, site) in enumerate(seen.sites.owners):
+    for k, (connection, site) in enumerate(seen.sites.owners):
         for name in connection.shown_at(site):
             assert table[name][k].any(), f"{name!r} of {seen.sites.labels[k]} got no sums: is its gradient never used?"
     for name, (values, labels) in seen.sites.metrics_of(seen.sums).items():
