@@ -41,15 +41,15 @@ class Faults:
                 exc_info=LOGGER.isEnabledFor(logging.DEBUG),
             )
 
-    def guard(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` unless the part has failed; a fault is reported and None returned.
+    def guard(self, part: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call `function(*args, **named)` unless the part has failed; a fault is reported and None returned.
 
         `StopTraining` is no fault: the user asked for it.
         """
         if part in self.failed:
             return None
         try:
-            return function(*args)
+            return function(*args, **named)
         except StopTraining:
             raise
         except Exception as error:

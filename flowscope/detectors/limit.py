@@ -160,14 +160,18 @@ class Limit(Detector):
 
     def _judged(self, record: Record, rows: Rows) -> Finding | None:
         values = rows.values
-        if values is None or values.size == 0 or bool(np.isnan(values).all()):
+        if values is None or values.size == 0:
+            return self.unseen(rows.flow)
+        # of most records the worst value says all; NaN where no row was seen
+        worst = (np.fmax if self.below is None else np.fmin).reduce(values)
+        if np.isnan(worst):
             return self.unseen(rows.flow)
         if record.step < self._number(self.from_step):
             return None
         limit = self.limit
+        if not self._beyond(worst, limit):
+            return self.near(bool(self._beyond(worst, self._released(limit))), rows.flow)
         flags = self._beyond(values, limit)
-        if not flags.any():
-            return self.near(self._beyond(values, self._released(limit)).any(), rows.flow)
         beyond = Beyond(record, values, flags, self.worst(values, flags), limit)
         return self._finding(beyond, rows.label(beyond.row), rows.flow)
 

@@ -31,10 +31,10 @@ class StaleMoment(Limit):
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """[1] the median over parameters of update_rms / learning rate; None where it is not known to be Adam."""
-        ratio = self._ratio(record)
+        ratio = self._ratio(record) if self.state["adam"] else None
         if ratio is None or not np.isfinite(ratio).any():
             return self.metric, None
-        median = float(np.nanmedian(ratio))
+        median = float(np.median(ratio[~np.isnan(ratio)]))
         if self.state["adam"] < 0:
             self.state["adam"] = int(FIRST_STEP[0] < median < FIRST_STEP[1] and record.step == 0)
         return self.metric, np.array([median]) if self.state["adam"] else None

@@ -63,14 +63,14 @@ class ParameterTable:
         """Parameters whose update was not seen whole: an optimizer found only now makes the rest of it."""
         columns: dict[tuple[torch.device, torch.dtype], list[tuple[Row, int, Tensor]]] = {}
         for row, numbers in found.items():
-            self.seen[row, list(numbers)] = True
+            self.seen[row][_indices(numbers)] = True
             known = numbers
             if not set(map(type, numbers.values())) <= {float}:
                 known = {i: value for i, value in numbers.items() if not isinstance(value, Tensor)}
                 for i, value in numbers.items():
                     if isinstance(value, Tensor):
                         columns.setdefault((value.device, value.dtype), []).append((row, i, value))
-            self.values[row, list(known)] = list(known.values())
+            self.values[row][_indices(known)] = np.fromiter(known.values(), np.float64, len(known))
         for items in columns.values():
             vector = torch.stack([value for *_, value in items])
             self._on_devices.append((vector, [(row, i) for row, i, _ in items]))
@@ -191,6 +191,10 @@ class ParameterTable:
             "update_rms": change / np.where(sampled > 0, sampled, np.nan),
             "param_unchanged": values[Row.UNCHANGED],
         }
+
+
+def _indices(numbers: Mapping[int, Number]) -> NDArray[np.intp]:
+    return np.fromiter(numbers, np.intp, len(numbers))
 
 
 def _add_device(

@@ -193,7 +193,7 @@ class Parameters(Instrument):
             Row.RAW: self._raw.norms,
             Row.UNTOUCHED: self._raw.untouched,
             Row.CARRIED: self._carried.norms,
-            Row.SAMPLED: {i: root for i, root in self._samples.roots().items() if i in self._updates},
+            Row.SAMPLED: self._samples.roots(self._updates),
         }
         table = ParameterTable(len(self._parameters.names), found)
         scale = self._raw.scale

@@ -237,7 +237,10 @@ class Units(Instrument):
 
     def discard(self) -> None:
         """Forget what was counted."""
-        self.take()
+        for probe in self._probes:
+            if probe.on or probe.largest:
+                probe.largest = []
+                probe.take()
 
     def drop(self) -> None:
         """Forget also which tensors were looked at."""

@@ -6,8 +6,9 @@ sample is then two concatenations a device: the whole small tensors, and equally
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,9 +107,12 @@ class WeightSamples:
             out.update(found if same else ((i, numbers) for i, numbers in found if i in kept))
         return out
 
-    def roots(self) -> dict[int, Number]:
-        """The root of the number of entries looked at, of each tensor."""
-        return {i: root for plan in self._plans.values() for i, root in plan.roots.items()}
+    def roots(self, changes: Mapping[int, Any]) -> Mapping[int, Number]:
+        """The root of the number of entries looked at, of each tensor that `changes` has."""
+        found = [plan.roots for plan in self._plans.values()]
+        if len(found) == 1 and found[0].keys() == changes.keys():
+            return found[0]
+        return {i: root for roots in found for i, root in roots.items() if i in changes}
 
     def drop(self) -> None:
         """Forget the copies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -98,7 +97,7 @@ class Observation:
     def _tell(self, event: str, *args: Any, **named: Any) -> None:
         """Call a method of the instruments; a fault switches off that one alone."""
         for fuse, method in self._told[event]:
-            self.faults.guard(fuse, partial(method, *args, **named))
+            self.faults.guard(fuse, method, *args, **named)
 
     def _answers(self, question: str, *args: Any) -> list[Any]:
         """What the instruments say that have an answer."""
@@ -168,7 +167,7 @@ class Observation:
     def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""
         if self._weighs:
-            self.faults.guard("parameter list", partial(self.view.parameters.hold, fixed=updating))
+            self.faults.guard("parameter list", self.view.parameters.hold, fixed=updating)
         self._tell("before_update", updating=updating)
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
