@@ -45,7 +45,6 @@ class KnownStreams(SitesOfAFlow):
     """
 
     name = "streams"
-    buffer: DepositBuffer
 
     def __init__(self, connections: Sequence[KnownConnection], flow: str, positions: int) -> None:
         self._connections, self.flow, self._positions = connections, flow, positions
@@ -132,11 +131,9 @@ class KnownStreams(SitesOfAFlow):
                 return np.asarray(np.where(held[:, :1] > 0, held[:, 1:] / held[:, :1], np.nan))
 
         matrices = means(self._mix).reshape(-1, self._side, self._side)
-        out = {name: (values, self.labels) for name, values in site_metrics.mixing_metrics(matrices).items()}
-        out["mix_matrix"] = (matrices, self.labels)
-        out["branch_weight"] = (means(self._write).mean(1), self.labels)
-        out["stream_cosine"] = (means(self._cosine)[:, 0], self.labels)
-        return out
+        found = {**site_metrics.mixing_metrics(matrices), "mix_matrix": matrices}
+        found |= {"branch_weight": means(self._write).mean(1), "stream_cosine": means(self._cosine)[:, 0]}
+        return {name: (values, self.labels) for name, values in found.items()}
 
 
 def _group(connection: KnownConnection) -> Group:

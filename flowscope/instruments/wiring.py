@@ -41,17 +41,14 @@ class Wiring(Instrument):
         """No tensors: which parameters are trainable, which are in an optimizer, and their rates."""
         found: dict[str, Array] = {"param_trainable": trainable(self._parameters)}
         self._look(found)
-        joined = partial(self._joined, found)
-        return Taken(self.name, [], partial(self._read, found), joined=joined)
+        return Taken(self.name, [], partial(self._read, found), joined=partial(self._look, found))
 
-    def _look(self, found: dict[str, Array]) -> None:
+    def _look(self, found: dict[str, Array], joined: Any = None) -> None:
+        """Ask all known optimizers, one that `joined` after the step among them."""
+        del joined
         optimizers = self._hooks.optimizers()
         found["param_optimized"] = optimized(self._parameters, optimizers)
         found["param_lr"] = learning_rates(self._parameters, optimizers)
-
-    def _joined(self, found: dict[str, Array], optimizer: Any) -> None:
-        del optimizer
-        self._look(found)
 
     def _read(self, found: dict[str, Array], out: RecordBuilder, parts: list[Array]) -> None:
         del parts

@@ -188,7 +188,7 @@ class StepDriver:
             self._scaler.take_scale() if self._scaler is not None else None,
             found_inf,
         )
-        self.ended.add(ended)
+        self.ended.append(ended)
         self._count.step += 1
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
         sampled = self._machine.sampling and not flags

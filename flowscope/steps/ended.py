@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,13 +54,11 @@ class EndedStep:
 
     def ready(self) -> bool:
         """Whether finishing it would not wait for a copy."""
-        copies: list[Any] = (
-            [self.canary, self.loss] if self.snapshot is None else [self.canary, self.snapshot, self.loss]
-        )
-        return not self.awaited and all(copy.ready() for copy in copies)
+        copies = (self.canary, self.snapshot, self.loss)
+        return not self.awaited and all(copy is None or copy.ready() for copy in copies)
 
 
-class EndedSteps:
+class EndedSteps(deque[EndedStep]):
     """The steps that have ended and are no records yet, oldest first.
 
     Args:
@@ -69,26 +67,14 @@ class EndedSteps:
     """
 
     def __init__(self, take: Callable[[EndedStep], None], losses: Losses) -> None:
+        super().__init__()
         self._take, self._losses = take, losses
-        self._waiting: deque[EndedStep] = deque()
         self._finishing = False
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[EndedStep]:
-        """Oldest first."""
-        return iter(self._waiting)
-
-    def add(self, ended: EndedStep) -> None:
-        """A step has ended."""
-        self._waiting.append(ended)
 
     @property
     def newest(self) -> EndedStep | None:
         """The step that ended last, None where it is a record already."""
-        return self._waiting[-1] if self._waiting else None
+        return self[-1] if self else None
 
     def finish(self, *, everything: bool = False) -> None:
         """Turn them into records; the newest waits for its loss until the next one ends, unless `everything`."""
@@ -96,15 +82,11 @@ class EndedSteps:
             return
         self._finishing = True
         try:
-            while self._waiting:
-                oldest = self._waiting[0]
+            while self:
+                oldest = self[0]
                 if not everything and (oldest.loss is self._losses.unclaimed or not oldest.ready()):
                     return
-                self._waiting.popleft()
+                self.popleft()
                 self._take(oldest)
         finally:
             self._finishing = False
-
-    def clear(self) -> None:
-        """Make no records of them."""
-        self._waiting.clear()
