@@ -1,4 +1,4 @@
-"""Whether a fixed set of runs gives the same numbers as an earlier commit: `python -m benchmarks.same_numbers REVISION`.
+"""Does a fixed set of runs give the numbers of an earlier commit: `python benchmarks/same_numbers.py REVISION`.
 
 Both trees run this file's programs in processes of their own; metrics, losses, labels, flags, notes, alerts and the
 trained weights are compared to the last bit. Metrics and alert kinds that the earlier commit did not have are listed.
