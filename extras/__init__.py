@@ -1,1 +1,1 @@
-"""What the package neither needs nor imports: leaving out branches at inference. Shipped as `flowscope.extras`."""
+"""What the package neither needs nor imports, shipped as `flowscope.extras`: inference without branches, figures."""

@@ -59,6 +59,7 @@ _NAMES = {
     "flowscope.config": ("WatchConfig",),
     "flowscope.records": ("Record", "Alert"),
 }
+_MODULES = {"actions": "flowscope.actions", "plot": "flowscope.extras.plot"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -88,8 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("actions", "plot"):
-        return importlib.import_module(f"flowscope.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'flowscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

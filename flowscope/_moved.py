@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, tuple[str, ...]] = {
+    "flowscope.plot": ("flowscope.extras.plot",),
     "flowscope.merging.skipping": ("flowscope.extras.skipping",),
     "flowscope.merging.skipped_block": ("flowscope.extras.skipped_block",),
     "flowscope.merging.options": (
