@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.faults import Faults
-from flowscope.hooks.hooks import Hooks, Switch
+from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, instruments_for
 from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.view import ModelView
@@ -39,6 +38,8 @@ class Observation:
 
     Attributes:
         instruments: those that are attached, in order.
+        faults: which instruments have failed.
+        switch: what hooks ask first.
         passes: which forwards belong to the step under way.
         on_forward: called when a training forward of the root begins; says whether it is observed.
         on_run: called when a flow begins after an optimizer of another model has stepped.
@@ -56,6 +57,7 @@ class Observation:
         further: Sequence[Instrument | type[Instrument]] = (),
     ) -> None:
         self.view, self.config, self.hooks = view, config, hooks
+        self.faults, self.switch = hooks.faults, hooks.switch
         self.instruments = instruments_for(view, config, further)
         self.passes = Passes(view.parameters, hooks.switch)
         self.on_forward: Callable[[], bool] = lambda: True
@@ -79,16 +81,6 @@ class Observation:
     def model(self) -> nn.Module:
         """The user's."""
         return self.view.model
-
-    @property
-    def faults(self) -> Faults:
-        """Which instruments have failed."""
-        return self.hooks.faults
-
-    @property
-    def switch(self) -> Switch:
-        """What hooks ask first."""
-        return self.hooks.switch
 
     def _hearing(self, event: str) -> list[Instrument]:
         default = getattr(Instrument, event)
@@ -137,7 +129,10 @@ class Observation:
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
-        return int(sum(self._answers("runs"), self.passes.forwards))
+        total = self.passes.forwards
+        for fuse, method in self._told["runs"]:
+            total += self.faults.guard(fuse, method) or 0
+        return total
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class OwnOptimizers:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether it is among them."""
-        return any(optimizer is known for known in self.known)
+        return optimizer in self.known
 
     def owns(self, optimizer: Optimizer, *, inside: bool) -> bool:
         """Whether it holds parameters of the model; `inside`: it steps inside the step of another one of them."""
