@@ -26,7 +26,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from flowscope.records import Record
-from flowscope.sinks import read_run, summaries
+from flowscope.sinks import protobufs, read_run
 from flowscope.views import write_report
 
 TIMEOUT = 20_000
@@ -356,7 +356,7 @@ def test_what_cannot_be_read_says_why_and_hides_nothing_else(browser: Any, tmp_p
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     write_run(tmp_path / "good", "b")
     writer = EventFileWriter(str(tmp_path / "foreign"))
-    words = summaries.strings("flowscope/gradient_product", ["no", "numbers"], {"version": 9})
+    words = protobufs.strings("flowscope/gradient_product", ["no", "numbers"], {"version": 9})
     writer.add_event(event_pb2.Event(wall_time=1.0, step=3, summary=summary_pb2.Summary(value=[words])))
     writer.close()
     watched = Watched(browser)
