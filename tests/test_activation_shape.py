@@ -43,7 +43,7 @@ def states_of(model: nn.Module, seeds: tuple[int, ...], batch: int = 3) -> list[
 def naive(calls: list[np.ndarray], end: float) -> dict[str, float]:
     x = np.concatenate(calls)
     top = [(call**2).sum(0) for call in calls]
-    largest = float(np.mean([np.abs(call).max() for call in calls]))
+    largest = float(np.max([np.abs(call).max() for call in calls]))
     numbers = {int(channels.argmax()) for channels in top}
     return {
         "act_absmax": largest,

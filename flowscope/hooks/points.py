@@ -113,6 +113,8 @@ class FurtherStatistic(Statistic, Protocol):
     """One that makes its own metric of the sums: `flowscope.instruments.PointStatistic`."""
 
     name: ClassVar[str]
+    maxima: int
+    """So many of its sums, the last, are no sums: the largest of all calls counts."""
 
     @property
     def fuse(self) -> str:
@@ -166,6 +168,13 @@ class Stranger(AddedUp):
     def look(self, point: Point) -> Sums | None:
         """The forward's sums, None where it failed."""
         return self._sums(self._stranger.look, point, point.x, self.statistic.columns)
+
+    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
+        """Likewise; what are maxima is not added."""
+        if seen is not None and (maxima := self._stranger.maxima):
+            self.buffer.raise_to(row, self.at + self.statistic.columns - maxima, seen[-maxima:])
+            seen = seen[:-maxima]
+        super().deposit(key, row, seen, gradient)
 
     def of_gradient(self, gradient: Tensor) -> Sums | None:
         """Likewise of the gradient."""

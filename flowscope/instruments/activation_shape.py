@@ -26,27 +26,27 @@ _depth = partial(Metric, view="Depth", scale="log")
 SMALL = 2.0**-64
 
 
-def _host_sums(square: Tensor, largest_number: float) -> Tensor:
+def _host_sums(square: Tensor, end: float) -> Tensor:
     """The sums of squares [N, D] on the host: products of matrices, as each small operation costs there."""
     flat = square.flatten()
     channels = (square.new_ones(1, square.shape[0]) @ square)[0].double().numpy()
     number = int(channels.argmax())
     top, largest = float(channels[number]), math.sqrt(flat.max().item())
     fourth = float(torch.dot(flat, flat))
-    sums = flat.numel(), channels.sum(), fourth, largest, 1.0, top, top * number, top * number**2, largest_number
+    sums = flat.numel(), channels.sum(), fourth, top, top * number, top * number**2, largest, largest / end
     return torch.tensor(sums, dtype=torch.float64)
 
 
 class ActivationShape(PointStatistic):
-    """Sums of each hidden state: entries, squares, fourth powers; of each call the largest entry and channel."""
+    """Sums of each hidden state: entries, squares, fourth powers, each call's top channel; and the largest entry."""
 
     name = "activation_shape"
-    columns = 9
+    columns, maxima = 8, 2
     metrics = (
         _depth(
             "act_absmax",
             "Largest entry of the hidden state. fp16 ends at 65504, fp8 (e4m3) at 448.",
-            formula="mean over calls of max |x|",
+            formula="max |x| over calls, micro-batches and ranks",
             unit="activation",
             source="arXiv 2402.17762",
         ),
@@ -87,35 +87,34 @@ class ActivationShape(PointStatistic):
         return self.shape_sums(feature_last(states, axis))
 
     def shape_sums(self, states: Tensor) -> Tensor:
-        """[9] of states [B, T, D]: N*D, sums of x² and x⁴, max |x|, 1, the top channel's square, its number twice.
+        """[8] of states [B, T, D]: N*D, sums of x² and x⁴, the top channel's square, its number twice, max |x| twice.
 
         The number is weighted with the square, once as it is and once squared: so it can be told from the sums whether
-        all calls had the same channel.
+        all calls had the same channel. The second max |x| is over the dtype's largest number times SMALL.
         """
-        largest_number = torch.finfo(states.dtype).max * SMALL  # fp64: the sum of two such numbers is inf
+        end = torch.finfo(states.dtype).max * SMALL  # a share of the number itself would be too small for fp64
         x = at_least_single(real_features(states)).flatten(0, 1)
         square = x * x
         if is_host(x):
-            return _host_sums(square, largest_number)
+            return _host_sums(square, end)
         channels = square.sum(0)
         top, number = channels.max(0)
         fourth = torch.linalg.vecdot(square, square).sum()
         largest = torch.linalg.vector_norm(x.flatten(), torch.inf)
-        sums = torch.stack([channels.sum(), fourth, largest, torch.ones_like(top), top])
+        sums = torch.stack([torch.full_like(top, x.numel()), channels.sum(), fourth, top, top, top, largest, largest])
         number, sums = number.to(wide(x.device)), sums.to(wide(x.device))
-        weighted = torch.stack([sums[4] * number, sums[4] * number * number])
-        size, end = (torch.full_like(sums[:1], float(value)) for value in (x.numel(), largest_number))
-        return torch.cat([size, sums, weighted, end])
+        one = torch.ones_like(number)
+        return sums * torch.stack([one, one, one, one, number, number * number, one, one / end])
 
     def values(self, rows: Array) -> dict[str, Array]:
         """Each metric [P]."""
-        size, square, fourth, largest, calls, top, number, squared, end = rows.T
+        size, square, fourth, top, number, squared, largest, share = rows.T
         channel = number / top
         same = np.abs(squared / top - channel**2) < 1e-6 * np.maximum(channel**2, 1.0)
         return {
-            "act_absmax": largest / calls,
+            "act_absmax": largest,
             "act_kurtosis": size * fourth / square**2,
             "top_channel_share": top / square,
             "top_channel": np.where(same, np.rint(channel), np.nan),
-            "act_headroom": end / largest / SMALL,
+            "act_headroom": 1.0 / share / SMALL,
         }

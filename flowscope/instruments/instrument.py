@@ -158,9 +158,13 @@ class Instrument:
         """Which of `Taken.replicas` are the same on all ranks; None where nothing is compared."""
 
 
-def table_rows(parts: list[Array], columns: int, count: int = 0) -> Array:
-    """The rows that several devices hold, added up; `count` at least, 0 where none was deposited."""
+def table_rows(parts: list[Array], columns: int, count: int = 0, maxima: Sequence[int] = ()) -> Array:
+    """The rows that several devices hold, added up (of the columns `maxima` the largest); `count` at least."""
     rows = np.zeros((max([count, *map(len, parts)]), columns))
     for part in parts:
-        rows[: len(part)] += part
+        held = rows[: len(part)]
+        largest = np.maximum(held[:, maxima], part[:, maxima]) if maxima else None
+        held += part
+        if largest is not None:
+            held[:, maxima] = largest
     return rows

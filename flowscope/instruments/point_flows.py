@@ -62,7 +62,9 @@ class PointFlows(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the blocks of each flow."""
-        self.buffer = DepositBuffer(placed(hooks.statistics, COLUMNS)[1])
+        firsts, columns = placed(hooks.statistics, COLUMNS)
+        ends = [(first + s.columns, s.maxima) for first, s in zip(firsts, hooks.statistics, strict=True)]
+        self.buffer = DepositBuffer(columns, [column for end, maxima in ends for column in range(end - maxima, end)])
         self._view, self._hooks = view, hooks
         # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (merging/observed.py)
         streams = {name for name, group in group_by_flow(view.connections, view.flows) if group[0][1].streams}
@@ -132,7 +134,7 @@ class PointFlows(Instrument):
         """The rows of all points, and what measures kept beside."""
         rows, self._aside = [*self.buffer.take(), *self._aside], []
         kept = [[measure.take() for measure in flow.seen.measures] for flow in self.flows]
-        sums = PointRows(self.buffer.columns, rows, self.flows, self._fixed)
+        sums = PointRows(self.buffer, rows, self.flows, self._fixed)
         step = StepOfFlows(sums, [flow.calls.points() for flow in self.flows], self._forwards, kept)
         tensors = [tensor for flow in kept for taken in flow for some in taken.values() for tensor in some]
         return Taken(self.name, [*rows, *tensors], partial(self._read, step), sums.parts)

@@ -5,6 +5,7 @@ Axis letters: R rows, C columns, P points of a flow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.instruments.instrument import Array, table_rows
+from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.payload import Part, Sharing, flat, from_host
 from flowscope.sums.statistics import BACKWARDS
 
@@ -34,14 +36,17 @@ class PointRows:
     """The rows [R, C] of one step.
 
     Args:
-        columns: C.
+        buffer: where they were.
         tensors: the rows, one tensor a device.
         flows: whose points they are.
         fixed: how many rows are known from the structure; further calls of a module get theirs when they are seen.
     """
 
-    def __init__(self, columns: int, tensors: Sequence[Tensor], flows: Sequence[FlowObserver], fixed: int) -> None:
-        self._columns, self._tensors, self._flows, self._fixed = columns, tensors, flows, fixed
+    def __init__(
+        self, buffer: DepositBuffer, tensors: Sequence[Tensor], flows: Sequence[FlowObserver], fixed: int
+    ) -> None:
+        self._columns, self._maxima = buffer.columns, buffer.maxima
+        self._tensors, self._flows, self._fixed = tensors, flows, fixed
         self._calls: dict[int, tuple[dict[PointKey, float], ...]] = {
             id(flow): ({**flow.calls.forward}, {**flow.calls.tracked}) for flow in flows
         }
@@ -55,7 +60,7 @@ class PointRows:
     def read(self, host: Sequence[Array]) -> None:
         """Take over the host's copies of the tensors, unless the sums of all ranks are there."""
         if self._sums is None:
-            self._sums = table_rows(list(host), self._columns)
+            self._sums = table_rows(list(host), self._columns, maxima=self._maxima)
 
     def of(self, flow: FlowObserver, points: Sequence[PointKey]) -> tuple[Array, Array]:
         """The rows [P, C] of some points, and their calls [2, P]: all, and those that could give gradient."""
@@ -86,26 +91,34 @@ class PointRows:
         return parts
 
     def _part(self, name: str, places: list[Place], total: Array, sharing: Sharing, *, fixed: bool = False) -> Part:
-        columns = self._columns
+        columns, counts = self._columns, self._columns + CALLS
+        # a sum has no largest: each rank has places of its own
+        width = counts + sharing.ranks * len(self._maxima)
 
         def scatter(sums: Array) -> None:
-            table = sums.reshape(len(places), columns + CALLS)
+            table = sums.reshape(len(places), width)
+            table[:, self._maxima] = table[:, counts:].reshape(len(places), sharing.ranks, -1).max(1)
             table[:, :columns] /= sharing.divisor ** places[0].flow.seen.gradient_powers()
             table[:, [BACKWARDS, columns, columns + 1]] /= sharing.replicas
             for place, row in zip(places, table, strict=True):
                 total[place.row] = row[:columns]
-                for counted, number in zip(self._calls[id(place.flow)], row[columns:], strict=True):
+                for counted, number in zip(self._calls[id(place.flow)], row[columns:counts], strict=True):
                     counted[place.key] = float(number)
             self._sums = total
 
-        return Part(name, len(places) * (columns + CALLS), lambda: self._gather(places, sharing), scatter, fixed=fixed)
+        return Part(name, len(places) * width, lambda: self._gather(places, sharing), scatter, fixed=fixed)
 
     def _gather(self, places: Sequence[Place], sharing: Sharing) -> Tensor:
         """The rows of some points that follow one another, and their calls, as one row of numbers."""
         device, (start, stop) = sharing.device, (places[0].row, places[-1].row + 1)
-        sums = flat([t[start:stop] for t in self._tensors if t.shape[0] >= stop], device).view(-1, self._columns)
+        tables = [t[start:stop] for t in self._tensors if t.shape[0] >= stop]
+        sums = flat(tables, device).view(-1, self._columns)
         counts = [[counted.get(place.key, 0) for counted in self._calls[id(place.flow)]] for place in places]
-        out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS)], dim=1)
+        slots = sums.new_zeros(len(places), sharing.ranks, len(self._maxima))
+        for table, (at, column) in itertools.product(tables, enumerate(self._maxima)):
+            own = table[:, column].to(device, sums.dtype, non_blocking=True)
+            slots[:, sharing.rank, at] = torch.maximum(slots[:, sharing.rank, at], own)
+        out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS), slots.flatten(1)], dim=1)
         if not sharing.states:
             mine = from_host(np.array([float(p.key in p.flow.seen.sharded) for p in places]), device)
             out = torch.where(mine[:, None] > 0, out, 0.0)

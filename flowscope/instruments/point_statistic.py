@@ -42,6 +42,7 @@ class PointStatistic(Instrument):
         words: what the number says and what is healthy.
         unit, formula, healthy, view, scale: see `flowscope.metrics.Metric`.
         columns: how many sums `sums` returns.
+        maxima: so many of them, the last, are no sums but numbers >= 0 of which the largest counts.
         gradient_powers: for `gradient_sums`, one a column: the power of the gradient that is added up in it, 0 for a
             count. By it the ranks undo that DDP averages gradients.
         times_loss_scale: whether the values grow with the loss scale of a GradScaler; they are divided by it.
@@ -56,6 +57,7 @@ class PointStatistic(Instrument):
     scale: ClassVar[Scale] = "linear"
     times_loss_scale: ClassVar[bool] = False
     columns: int = 0
+    maxima: int = 0
     gradient_powers: tuple[int, ...] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,14 +21,18 @@ class DepositBuffer:
     """Rows of sums. A row lives on whichever devices deposited to it; reading adds the devices up.
 
     fp64 where the device has it (fp32 on MPS). Never registered on the user's module: DDP would broadcast it.
+
+    Args:
+        columns: of a row.
+        maxima: those of them that hold the largest value >= 0 deposited (`raise_to`), not the sum.
     """
 
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
+    def __init__(self, columns: int, maxima: Sequence[int] = ()) -> None:
+        self.columns, self.maxima = columns, list(maxima)
         self.rows = 0
         self._tensors: dict[torch.device, Tensor] = {}
         self._numbers: NDArray[np.float64] = np.zeros((0, columns))
-        self._waiting: list[tuple[int, int, HostSums]] = []
+        self._waiting: list[tuple[int, int, HostSums, np.ufunc]] = []
         """Numbers of the host wait to be added at once: in a hook each addition would find a cold cache."""
 
     def new_row(self) -> int:
@@ -46,16 +50,30 @@ class DepositBuffer:
     def add(self, row: int, at: int, sums: Sums) -> None:
         """Add sums to a row from column `at` on: a tensor on its device, plain numbers on the host."""
         if not isinstance(sums, Tensor):
-            self._waiting.append((row, at, sums))
-            if len(self._waiting) >= WAITING:
-                self._settle()
-            return
+            self._wait(row, at, sums, np.add)
+        elif (held := self._held(row, at, sums)) is not None:
+            held.add_(sums)
+
+    def raise_to(self, row: int, at: int, values: Sums) -> None:
+        """Let a row from column `at` on hold the larger of what it holds and these values, likewise."""
+        if not isinstance(values, Tensor):
+            self._wait(row, at, values, np.maximum)
+        elif (held := self._held(row, at, values)) is not None:
+            held.copy_(torch.maximum(held, values.to(held.dtype)))
+
+    def _wait(self, row: int, at: int, sums: HostSums, join: np.ufunc) -> None:
+        self._waiting.append((row, at, sums, join))
+        if len(self._waiting) >= WAITING:
+            self._settle()
+
+    def _held(self, row: int, at: int, sums: Tensor) -> Tensor | None:
+        """A row's columns from `at` on, on the device of the sums and as many."""
         held = self._tensors.get(sums.device)
         if held is None or held.shape[0] <= row:
             if torch.compiler.is_compiling():
-                return  # a traced hook must not allocate: better no number than a broken compilation
+                return None  # a traced hook must not allocate: better no number than a broken compilation
             held = self._grow(sums.device)
-        held[row, at : at + sums.shape[0]].add_(sums)
+        return held[row, at : at + sums.shape[0]]
 
     def deposit(self, row: int, sums: Sums, gradient: Tensor) -> None:
         """Add sums that have waited for a gradient."""
@@ -66,8 +84,9 @@ class DepositBuffer:
         waiting, self._waiting = self._waiting, []
         if waiting and len(self._numbers) < self.rows:
             self._grow(_HOST)
-        for row, at, sums in waiting:
-            self._numbers[row, at : at + len(sums)] += sums
+        for row, at, sums, join in waiting:
+            held = self._numbers[row, at : at + len(sums)]
+            join(held, sums, out=held)
 
     def hide(self, row: int, at: int) -> None:
         """Make one entry NaN until it is cleared: what will be added to it is not the whole."""
