@@ -52,7 +52,7 @@ class Rank(PointMeasure):
 
     def look(self, point: Point) -> tuple[Tensor, Tensor] | None:
         """[64, 64] and [16, D]."""
-        if not self._switch.slow or is_compiling():
+        if is_compiling() or not self._switch.slow:  # asked first, else its flag would be a guard of the graph
             return None
         x = point.x
         with full_precision(x):
