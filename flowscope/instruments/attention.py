@@ -45,9 +45,13 @@ MOST_HEADS = 64
 MASKED = -5e3
 """A logit below this is a masked pair (-inf, the least number of a dtype, -1e4 or -1e9); a row of such is left out."""
 OFF = -1e30
-"""Stands for -inf: exp of it is 0 in fp32, and the product of both is too."""
+"""Stands for -inf."""
+LEAST = -80.0
+"""A logit so far below the largest counts as this: exp of it is nothing, and of less fifty times as slow on a host."""
 SAMPLES = 2
-"""Where there are more rows than are looked at, those of so many samples: their keys are copied."""
+"""Where there are more rows than are looked at, those of so many samples."""
+FEW = 1 << 14
+"""Keys with up to so many entries are copied on the host, and many layers multiplied at once; else at the call."""
 NOWHERE = -1
 """The mark where no layer runs."""
 LARGE = 1 << 24
@@ -106,11 +110,11 @@ def row_values(logits: Tensor) -> Tensor:
         logits: [B, H, R, S] fp32 after scale, bias and mask, with OFF where a pair is masked; overwritten.
     """
     top = logits.amax(-1, keepdim=True)
-    apart = logits.sub_(top)
+    apart = logits.sub_(top).clamp_min_(LEAST)
     share = apart.exp()
-    total = share.sum(-1)
-    entropy = total.log() - torch.linalg.vecdot(share, apart) / total
-    return torch.stack([entropy, share[..., 0] / total, top.squeeze(-1)])
+    total, first = share.sum(-1), share[..., 0].clone()
+    entropy = total.log() - share.mul_(apart).sum(-1) / total
+    return torch.stack([entropy, first / total, top.squeeze(-1)])
 
 
 def head_sums(values: Tensor) -> Tensor:
@@ -132,10 +136,10 @@ def combined(one: Tensor, other: Tensor) -> Tensor:
 
 
 def strides(batch: int, rows: int, limit: int) -> tuple[int, int]:
-    """Each how-many-eth sample and row is looked at: all where B*T <= limit, else about limit / 4, row 0 included."""
+    """Each how-many-eth sample and row is looked at: all where B*T <= limit, else about limit / 8, row 0 included."""
     if batch * rows <= limit:
         return 1, 1
-    limit = max(2, limit // 4)
+    limit = max(2, limit // 8)
     samples = min(batch, max(SAMPLES, limit // rows))
     return -(-batch // samples), max(1, -(-rows * samples // limit))
 
@@ -155,6 +159,8 @@ def product_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     if (groups := key.shape[1]) not in (1, query.shape[1]):
         grouped = query.reshape(query.shape[0], groups, -1, *query.shape[2:]) @ key.unsqueeze(2).transpose(-1, -2)
         return grouped.flatten(1, 2)
+    if query.shape[0] <= SAMPLES and is_host(query):  # one by one, as many would be copied
+        return torch.stack([q @ k.transpose(-1, -2) for q, k in zip(query, key, strict=True)])
     return query @ key.transpose(-1, -2)
 
 
@@ -260,7 +266,7 @@ class Rows:
         query, key = heads_last(query.detach(), self.heads), heads_last(key.detach(), self.heads)
         b, t = self._strides(query.shape[0], query.shape[2], key)
         product = Product(query[::b, :, ::t], key[::b], (scale, is_causal, query.shape[2], t))
-        if attn_mask is None and is_host(query):
+        if attn_mask is None and is_host(query) and product.key.numel() <= FEW:
             return Product(product.query.clone(), product.key.clone(), product.kind)
         logits = product.logits()
         if attn_mask is not None:
