@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flowscope.records import FlowLayout, Record, metric_key
-
-Array = NDArray[np.float64]
+from flowscope.records import Array, FlowLayout, Record, metric_key
 
 
 class RecordBuilder:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import Metric, spec_of, told_fields
 
+Array = NDArray[np.float64]
 Severity = Literal["info", "warning", "error"]
 SERIOUS: tuple[Severity, ...] = ("warning", "error")
 """Severities of what is wrong; an info only describes."""
@@ -120,14 +121,14 @@ class Record:
 
     step: int
     loss: float | None = None
-    metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    metrics: dict[str, Array] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     flow_names: tuple[str, ...] = ()
     metric_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
     specs: Mapping[str, Metric] = field(default_factory=dict, repr=False)
 
-    def __getitem__(self, key: Key) -> NDArray[np.float64]:
+    def __getitem__(self, key: Key) -> Array:
         """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or a part of its path)."""
         return self.metrics[self._resolve(*key) if isinstance(key, tuple) else self._resolve(key, None)]
 
@@ -276,6 +277,6 @@ def strict_json(value: Any, digits: int = 7) -> Any:
     return strict_json(value.item(), digits) if hasattr(value, "item") else str(value)
 
 
-def _array(value: Any) -> NDArray[np.float64]:
+def _array(value: Any) -> Array:
     # object -> float64 turns None into NaN and the strings "inf"/"-inf" into infinities, at any nesting
     return np.asarray(value, dtype=object).astype(np.float64)

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.config import WatchConfig
+from flowscope.records import Array as Array
 from flowscope.records import Record, RunHeader, Severity
 
-Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 AlertKey = tuple[str, str, str]
 

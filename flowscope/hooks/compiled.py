@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.records import few
+from flowscope.records import Array, few
 from flowscope.torch_internals import HOOKED_INTERMEDIATES as HOOKED_INTERMEDIATES
 
 NOT_MEASURED = "compiled: units and slow metrics are not measured, cosine_to_input and calls only outside of the graph"
@@ -27,8 +27,6 @@ NEVER_FIRED = (
     "block(x). Gradients by torch.func (grad, vmap) are not seen either. In the first record only: watch came between "
     "a step's forward and its optimizer"
 )
-
-Array = NDArray[np.float64]
 
 
 def was_traced(seen: NDArray[np.bool_], calls: Array) -> bool:

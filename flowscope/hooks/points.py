@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.errors import FlowscopeError
@@ -23,11 +22,10 @@ from flowscope.faults import Faults
 from flowscope.hooks.calls import ENTRY, PointKey
 from flowscope.model.hidden_state import AxisReader, is_compiling
 from flowscope.record_builder import RecordBuilder
+from flowscope.records import Array
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.payload import local
 from flowscope.sums.statistics import ELEMENTS, Sums, full_precision
-
-Array = NDArray[np.float64]
 
 
 class Point(NamedTuple):

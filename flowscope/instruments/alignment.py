@@ -82,9 +82,7 @@ class BranchAlignment(Instrument):
 
     def _signs(self, like: Tensor) -> Tensor:
         """Random signs from a generator of our own: the training's random numbers stay as they are."""
-        generator = self._generators.get(like.device)
-        if generator is None:
-            generator = self._generators[like.device] = torch.Generator(like.device).manual_seed(0)
+        generator = self._generators.setdefault(like.device, torch.Generator(like.device).manual_seed(0))
         bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
         return (2 * bits - 1).to(like.dtype)
 

@@ -21,10 +21,10 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
+from flowscope.records import Array as Array
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.payload import Part, Sharing
 
-Array = NDArray[np.float64]
 AddsUp = Literal["table", "vector", ""] | Callable[[Sharing, Mapping[str, int]], list[Part]]
 
 

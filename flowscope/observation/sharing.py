@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.instruments.instrument import Taken
+from flowscope.records import Array
 from flowscope.sums.payload import Part, Sharing, flat
 from flowscope.sums.statistics import wide
-
-Array = NDArray[np.float64]
 
 
 def parts_of(taken: Taken, sharing: Sharing, agreed: Mapping[str, int], sums: dict[str, Array]) -> list[Part]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.faults import Faults
 from flowscope.instruments import Instrument, Taken
 from flowscope.observation.sharing import parts_of
 from flowscope.record_builder import RecordBuilder
-from flowscope.records import FlowLayout, Record
+from flowscope.records import Array, FlowLayout, Record
 from flowscope.sums.buffer import HostCopy
 from flowscope.sums.payload import Part, Sharing
-
-Array = NDArray[np.float64]
 
 
 class Snapshot:

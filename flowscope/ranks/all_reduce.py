@@ -17,10 +17,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.records import Array
 from flowscope.sums.buffer import HostCopy
 from flowscope.sums.payload import Part, from_host
 
-Array = NDArray[np.float64]
 GRACE = 1.0
 """Seconds that reading or closing waits, once a sum, for ranks that are a little behind; a dead one costs no more."""
 PATIENCE = 2.0

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.config import WatchConfig
@@ -35,7 +34,7 @@ from flowscope.observation.observation import Observation
 from flowscope.ranks.all_reduce import Agreement, Exchange, Extremes
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
-from flowscope.records import Record
+from flowscope.records import Array, Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import StepLoss
@@ -43,7 +42,6 @@ from flowscope.sums.buffer import HostCopy
 from flowscope.sums.payload import Part, Sharing, from_host
 from flowscope.sums.statistics import wide
 
-Array = NDArray[np.float64]
 KINDS = len(Canary.KINDS)
 MOST_LATE = 128
 
@@ -165,11 +163,6 @@ class Ranks:
         self._sent: list[EndedStep] = []
         self._sharing: Sharing | None = None
 
-    @property
-    def joined(self) -> bool:
-        """Whether records are those of all ranks."""
-        return self.others.joined
-
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step_ended(self, ended: EndedStep, *, sampled: bool) -> None:
@@ -222,7 +215,7 @@ class Ranks:
     def payload(self) -> dict[str, int]:
         """Bytes of the sum by kind of part ("points", "parameters", "units", ...), as the ranks last agreed."""
         sizes: Counter[str] = Counter()
-        for name, size in (self._sizes() if self.joined else self._agreement.sizes).items():
+        for name, size in (self._sizes() if self.others.joined else self._agreement.sizes).items():
             sizes[name.split(" ")[0]] += 8 * size
         return dict(sizes)
 
@@ -236,7 +229,7 @@ class Ranks:
 
     def close(self) -> None:
         """Tell the others that this rank enters nothing any more, and let go of what waits for them."""
-        if self.joined:
+        if self.others.joined:
             with contextlib.suppress(RuntimeError, OSError):
                 self.poll()
             self.others.leave()

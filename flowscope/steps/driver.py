@@ -233,7 +233,7 @@ class StepDriver:
 
         Alerts among ranks come at the same step everywhere.
         """
-        if self.ranks.joined:
+        if self.ranks.others.joined:
             self._guard("ranks", self.ranks.poll)
         else:
             self._guard("records", partial(self.ended.finish, everything=True))

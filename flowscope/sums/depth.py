@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowscope.records import Array
 from flowscope.sums import statistics as s
 from flowscope.sums.statistics import BUCKETS, Positions, full_precision
 
 MOST_ENTRIES = 1 << 20
 """Copied positions wait for at most this many fp32 entries; then their rows are computed at once."""
-
-Array = NDArray[np.float64]
 
 
 class DepthRow:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.records import Array
 from flowscope.sums.statistics import wide
 
-Array = NDArray[np.float64]
 BITS = 52
 
 

@@ -6,11 +6,9 @@ Axis letters: L depth (blocks), P = L + 1 points. NaN means "not seen".
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flowscope.records import Array
 from flowscope.sums import statistics as s
-
-Array = NDArray[np.float64]
 
 
 def flow_metrics(rows: Array) -> dict[str, Array]:

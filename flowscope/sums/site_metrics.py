@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flowscope.metrics import Metric
+from flowscope.records import Array
 from flowscope.sums import site_statistics as s
 
-Array = NDArray[np.float64]
 SHARE = (0.0, 1.0)
 
 _gate = partial(Metric, view="Gates", rows="sites")
