@@ -29,6 +29,7 @@ CASES: tuple[Case, ...] = (
     *flows.case.cases,
     *ranks.case.cases,
     *gradients.healthy.cases,
+    *numbers.healthy.cases,
     *collapse.healthy.cases,
     *updates.healthy.cases,
     *controls.case.cases,

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.faults.case import Batch, Catalogue, Draw, Program, below, names, not_finite, supervised
-from benchmarks.faults.data import circles, digits
+from benchmarks.faults.case import Batch, Catalogue, Draw, Program, below, names, not_finite, plain_step, supervised
+from benchmarks.faults.data import circles, digits, markov
 from benchmarks.faults.models import Decoder, Exponential, RowNorm, chain, class_loss
 from benchmarks.faults.transformers import decoder
 
-case = Catalogue("numbers")
+case, healthy = Catalogue("numbers"), Catalogue("controls: numbers", healthy=True)
 KIND = "non_finite"
 
 
@@ -132,3 +132,43 @@ def masked_out(draw: Draw) -> Program:
 
     place = rf"blocks\.{block}(\..*)?|" + names("final", "head") + "|"
     return decoder(draw, model, 1e-3, 80, before=before, shows=not_finite, first=bad, place=place)
+
+
+class Added(nn.Module):
+    """A constant added to one channel: a massive activation."""
+
+    def __init__(self, width: int, channel: int) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.zeros(width))
+        self.channel = channel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.size.to(x.dtype)
+
+
+def massive(draw: Draw, size: float, **known) -> Program:
+    """A decoder in fp16 whose first block leaves one channel of the stream at this size."""
+    model = Decoder("pre", draw.pick("depth", 4, 3, 6), 32)
+    added = Added(32, draw.pick("channel", 7, 3, 20))
+    with torch.no_grad():
+        added.size[added.channel] = size
+    model.blocks[0].mlp.append(added)
+    model.half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer, markov(16, 16, draw.seed), half_loss)
+    return Program(model, optimizer, step, 40, **known)
+
+
+def half_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of the next words, in fp32."""
+    return F.cross_entropy(model(batch[0]).float().flatten(0, 1), batch[1].flatten())
+
+
+@case("N04", "fp16, a channel close to its largest number", "activation_headroom")
+def no_headroom(draw: Draw) -> Program:
+    return massive(draw, draw.factor("size", 2e4, 1.5), place=names("blocks", "final", "head"))
+
+
+@healthy("N94", "fp16, a channel larger than the others with room above it")
+def headroom(draw: Draw) -> Program:
+    return massive(draw, draw.factor("size", 4.0, 1.2))

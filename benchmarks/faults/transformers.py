@@ -192,6 +192,40 @@ def drowned(draw: Draw) -> Program:
     return program
 
 
+def growing(draw: Draw, *, norm: bool, **known) -> Program:
+    """Query and key weights of one block grow at every step; with `norm`, queries and keys have length 1."""
+    model = Decoder("pre", draw.pick("depth", 4, 3, 6))
+    bad, gain = draw.pick("block", 1, 0, 2), draw.factor("gain", 1.15, 1.03)
+    for block in model.blocks if norm else ():
+        block.attention.qkv = Unit(block.attention.qkv)
+    weight = model.blocks[bad].attention.qkv
+    weight = weight.module.weight if norm else weight.weight
+
+    def before(k: int) -> None:
+        with torch.no_grad():
+            weight[: 2 * weight.shape[1]].mul_(gain)
+
+    place = names(rf"blocks\.{bad}")
+    return decoder(draw, model, draw.factor("lr", 1e-3, 1.3), 60, before=before, place=place, **known)
+
+
+class Unit(nn.Module):
+    """A projection to queries, keys and values whose queries and keys are divided by their length (QK-norm)."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.module(x).chunk(3, -1)
+        return torch.cat([3 * nn.functional.normalize(q, dim=-1), 3 * nn.functional.normalize(k, dim=-1), v], -1)
+
+
+@case("T13", "query and key weights that grow: attention logits without end", "attention_logits")
+def logits_grow(draw: Draw) -> Program:
+    return growing(draw, norm=False)
+
+
 healthy = Catalogue("controls: transformers", healthy=True)
 
 
@@ -362,3 +396,8 @@ def accumulated(draw: Draw) -> Program:
         return total
 
     return scheduled(draw, Program(model, optimizer, step, 150, shows=learned(2.0)))
+
+
+@healthy("T79", "query and key weights that grow, behind QK-norm")
+def logits_held(draw: Draw) -> Program:
+    return growing(draw, norm=True)

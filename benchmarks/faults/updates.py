@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -169,6 +170,29 @@ def stale_statistics(draw: Draw) -> Program:
     return supervised(draw, model, images(), optimizer, class_loss, shows=below(0.8), place=names("1", "5"))
 
 
+def outgrown(draw: Draw, factor: float, **known) -> Program:
+    """Adam on one batch; after a step the loss, and with it the gradient, is larger by a factor."""
+    (x, y), _ = digits()
+    model = chain(64, draw.pick("width", 64, 48, 96), draw.pick("depth", 2, 3), 10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, betas=(0.9, 0.999))
+    at = draw.step("step", 103, 101, 118)
+    state = {"step": 0}
+
+    def before(k: int) -> None:
+        state["step"] = k
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return class_loss(model, batch) * (factor if state["step"] >= at else 1.0)
+
+    step = plain_step(model, optimizer, itertools.repeat((x[:64], y[:64])), loss_of, before=before)
+    return Program(model, optimizer, step, 140, watch={"every": 1}, first=at, **known)
+
+
+@case("F50", "gradients that outgrow Adam's second moment", "stale_moment")
+def long_memory(draw: Draw) -> Program:
+    return outgrown(draw, draw.factor("factor", 20.0, 1.3), place=ANY)
+
+
 healthy = Catalogue("controls: plain networks", healthy=True)
 
 
@@ -177,3 +201,8 @@ def warmed(draw: Draw) -> Program:
     model = chain(64, draw.pick("width", 64, 48, 96), draw.pick("depth", 2, 3), 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=draw.factor("lr", 3e-3, 1.5))
     return scheduled(draw, supervised(draw, model, digits(), optimizer, class_loss, shows=above(0.9)))
+
+
+@healthy("V99", "Adam's second moment of long memory, gradients that stay")
+def steady(draw: Draw) -> Program:
+    return outgrown(draw, 1.0)
