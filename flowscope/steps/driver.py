@@ -18,9 +18,11 @@ from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep, EndedSteps
 from flowscope.steps.losses import Losses, Value
 from flowscope.steps.optimizers import OptimizerClock, OwnOptimizers
-from flowscope.steps.phase import ENDS, UNTOUCHED, Action, Actions, Deposits, Event, Phase, StepMachine
+from flowscope.steps.phase import ENDS, FOREIGN, UNTOUCHED, Action, Actions, Event, Phase, StepMachine
 from flowscope.steps.scaler import ScalerWatch
 from flowscope.torch_internals import scale_of_caller
+
+STEPPED = frozenset({Event.AFTER, Event.LAST})
 
 
 class StepCount:
@@ -123,7 +125,7 @@ class StepDriver:
             self._look()
         actions = self._machine.on(event)
         self._set_switch()
-        if event in (Event.AFTER, Event.LAST) and (found := getattr(optimizer, "found_inf", None)) is not None:
+        if optimizer is not None and event in STEPPED and (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are
             self._found_inf.append(found.detach().clone())
         for action in actions:
@@ -133,7 +135,7 @@ class StepDriver:
     def _set_switch(self) -> None:
         machine, switch = self._machine, self.observation.switch
         switch.paused = machine.paused
-        switch.stale = machine.deposits is Deposits.FOREIGN
+        switch.stale = machine.deposits is FOREIGN
         switch.in_closure = machine.phase is Phase.CLOSURE
 
     def _forward_begins(self) -> bool:
@@ -193,7 +195,7 @@ class StepDriver:
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
         sampled = self._machine.sampling and not flags
         self.begin()
-        self._guard("ranks", partial(self.ranks.step_ended, ended, sampled=sampled))
+        self.observation.faults.guard("ranks", self.ranks.step_ended, ended, sampled=sampled)
         self._guard("records", self.ended.finish)
 
     def begin(self) -> None:

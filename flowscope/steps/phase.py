@@ -159,6 +159,8 @@ DEPOSITS: dict[tuple[Deposits, Event], tuple[Deposits, Actions]] = {
 }
 """What is not named changes nothing."""
 
+ON, FOREIGN = Watching.ON, Deposits.FOREIGN
+"""A member of an enum is slow to look up, and each step asks for these many times."""
 RUNS = frozenset({Event.FORWARD, Event.RAN})
 UPDATES = frozenset({Event.BEFORE, Event.BEFORE_CLOSURE, Event.AFTER})
 
@@ -180,17 +182,17 @@ class StepMachine:
     @property
     def paused(self) -> bool:
         """Whether hooks see nothing."""
-        return self.watching is not Watching.ON
+        return self.watching is not ON
 
     @property
     def observing(self) -> bool:
         """Whether the step under way is sampled and the scope not paused."""
-        return self.sampling and self.watching is Watching.ON
+        return self.sampling and self.watching is ON
 
     def on(self, event: Event) -> Actions:
         """Take an event; returns what is to be done, in this order."""
         self.watching, actions = WATCHING.get((self.watching, event), (self.watching, ()))
-        paused = self.watching is not Watching.ON
+        paused = self.watching is not ON
         observing = self.sampling and not paused
         if (event in RUNS and paused) or (event in UPDATES and not observing):
             return actions
