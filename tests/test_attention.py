@@ -24,7 +24,8 @@ from two_ranks import torchrun
 from watch_models import close_to, watched
 
 import flowscope
-from flowscope.instruments.attention import Product, Rows, attention_modules, head_sums, row_values, strides
+from flowscope.hooks.attention_calls import Rows, attention_modules
+from flowscope.sums.attention_rows import Product, head_sums, row_values, strides
 
 KINDS = ("sdpa", "softmax", "multi-head")
 CHECKPOINTS = (None, False, True)
