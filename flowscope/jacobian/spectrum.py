@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackError, LinearOperator, svds
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -22,9 +21,8 @@ from flowscope.errors import FlowscopeError
 from flowscope.jacobian.segment import Inputs, Segment, quiet
 from flowscope.model.flows import find_flows
 from flowscope.model.plan import Flow
-from flowscope.records import match_flow
+from flowscope.records import Array, match_flow
 
-Array = NDArray[np.float64]
 Product = Callable[[Tensor], Tensor]
 
 DENSE_LIMIT = 4096  # largest side of a Jacobian that is also formed: decisions "jacobian_spectrum"

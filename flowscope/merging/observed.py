@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.hooks.hooks import in_backward
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import is_compiling
+from flowscope.records import Array
 from flowscope.sums import point_metrics, site_metrics, site_statistics, statistics
 from flowscope.sums.statistics import Positions, Sums
-
-Array = NDArray[np.float64]
 
 
 class SiteSums:

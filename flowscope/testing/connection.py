@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,12 +28,12 @@ from flowscope.instruments.merge_sites import MergeSites
 from flowscope.merging.connection import Connection
 from flowscope.merging.modes import rule_of
 from flowscope.merging.wrapping import connections, unwrap, wrap
+from flowscope.records import Array
 
 B, T, D, DEPTH = 3, 5, 8, 3
 KEPT, CHANGED = 1e-5, 1e-4
 """Relative differences of the output: below the first it is kept (initial values may be rounded to fp32), above the
 second it is not."""
-Array = NDArray[np.float64]
 
 
 # -- models

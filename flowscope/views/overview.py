@@ -10,8 +10,8 @@ import numpy as np
 
 from flowscope.diagnosis import paired, story
 from flowscope.metrics import Metric, spec_of, told_by_0_1
-from flowscope.records import Alert, RunHeader, metric_key, split_key
-from flowscope.views.series import Array, strict
+from flowscope.records import Alert, Array, RunHeader, metric_key, split_key
+from flowscope.views.series import strict
 
 _RANK = {"error": 3, "warning": 2, "info": 1}
 DRAWN_BY = ("view", "scale", "shape", "band", "bounds", "fitted", "limits", "per_flow", "opens")

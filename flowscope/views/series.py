@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.records import strict_json
-
-Array = NDArray[np.float64]
+from flowscope.records import Array, strict_json
 
 COLUMNS = 320
 ROWS = 200
