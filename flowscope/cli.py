@@ -124,7 +124,7 @@ def _summary(arguments: argparse.Namespace) -> None:
     from flowscope.summary import summarize
 
     run = _read(arguments.run)
-    header = run.header or RunHeader("?", (), {})
+    header = run.header or RunHeader()
     print(summarize(header, run.records, run.alerts, {}, f"The file is {arguments.run}."))
 
 
@@ -146,7 +146,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     from flowscope.sinks.jsonl import encode_event
 
     run = _read(arguments.run)
-    header = run.header or RunHeader("?", (), {})
+    header = run.header or RunHeader()
     own = [_class_at(path) for path in arguments.detector]
     config = _limits(header.config, arguments.set, {detector.kind for detector in own})
     alerts, detectors = replay(header, [*run.records, *run.unsampled], config, own)

@@ -110,7 +110,7 @@ class LiveView(MemorySink):
 
     def text(self, columns: int) -> str:
         """The summary, and the losses of the records kept as a sparkline that fits the width."""
-        header = self.header or RunHeader("?", (), {})
+        header = self.header or RunHeader()
         lines = [summarize(header, list(self.records), list(self.alerts), {}, "waiting for the first step")]
         losses = [record.loss for record in self.records if record.loss is not None]
         if losses:

@@ -113,8 +113,7 @@ class Metric:
         Raises:
             KeyError: the name is missing.
         """
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        known = known_fields(cls, data)
         known = {name: value for name, value in known.items() if value in _CHOICES.get(name, (value,))}
         return cls(**{"name": data["name"], "words": "", **known})
 
@@ -124,6 +123,12 @@ def told_fields(described: Any) -> dict[str, Any]:
     values = ((field, getattr(described, field.name)) for field in fields(described))
     told = {field.name: value for field, value in values if value != field.default}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `told_fields`: what a dataclass knows of a JSON object, lists as tuples; the rest is left out."""
+    known = {field.name: data[field.name] for field in fields(kind) if field.name in data}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 @cache

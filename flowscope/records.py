@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
-from flowscope.metrics import Metric, spec_of, told_fields
+from flowscope.metrics import Metric, known_fields, spec_of, told_fields
 
 Array = NDArray[np.float64]
 Severity = Literal["info", "warning", "error"]
@@ -67,9 +67,9 @@ class RunHeader:
         extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
     """
 
-    version: str
-    flows: tuple[FlowLayout, ...]
-    labels: Mapping[str, tuple[str, ...]]
+    version: str = "?"
+    flows: tuple[FlowLayout, ...] = ()
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -80,29 +80,21 @@ class RunHeader:
         """A JSON-ready dict; `from_json` is its inverse."""
         return {
             "type": "run",
-            "version": self.version,
+            **vars(self),
             "flows": [told_fields(flow) for flow in self.flows],
-            "labels": {key: list(value) for key, value in self.labels.items()},
-            "config": dict(self.config),
-            "environment": dict(self.environment),
             "metrics": [metric.to_json() for metric in self.metrics.values()],
-            "shown_by": {kind: list(names) for kind, names in self.shown_by.items()},
-            "extremes": dict(self.extremes),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunHeader:
         """Rebuild a header from `to_json`."""
-        flows = tuple(
-            FlowLayout(f["name"], f["kind"], tuple(f["points"]), tuple(f["blocks"]), f.get("cell", ""))
-            for f in data.get("flows", ())
-        )
-        labels, shown_by = (
-            {key: tuple(value) for key, value in data.get(name, {}).items()} for name in ("labels", "shown_by")
-        )
-        metrics = {metric["name"]: Metric.from_json(metric) for metric in data.get("metrics", ())}
-        config, environment, extremes = (data.get(name, {}) for name in ("config", "environment", "extremes"))
-        return cls(data.get("version", "?"), flows, labels, config, environment, metrics, shown_by, extremes)
+        known = known_fields(cls, data)
+        flows = ({"name": flow["name"], **known_fields(FlowLayout, flow)} for flow in known.get("flows", ()))
+        known["flows"] = tuple(FlowLayout(**flow) for flow in flows)
+        known["metrics"] = {metric["name"]: Metric.from_json(metric) for metric in known.get("metrics", ())}
+        for name in ("labels", "shown_by"):
+            known[name] = {key: tuple(value) for key, value in known.get(name, {}).items()}
+        return cls(**known)
 
 
 @dataclass
@@ -155,24 +147,17 @@ class Record:
 
     def _resolve(self, metric: str, flow: str | None) -> str:
         if flow is None:
-            if metric in self.metrics:
-                return metric
-            found = [key for key in self.metrics if split_key(key)[0] == metric]
-            if found:
-                return found[0]
-            raise FlowscopeError(
-                f"record of step {self.step} has no metric {metric!r}; "
-                f"it has: {', '.join(sorted(self.metrics)) or 'none'}. "
-                "Slow metrics (cosine_matrix, effective_rank) are only in some records: WatchConfig.slow_every."
-            )
-        name = match_flow(flow, self.flow_names)
-        key = metric if name == self.flow_names[0] else metric_key(metric, name)
-        if key not in self.metrics:
-            raise FlowscopeError(
-                f"record of step {self.step} has no metric {metric!r} for flow {name!r}; "
-                f"it has: {', '.join(sorted(self.metrics)) or 'none'}."
-            )
-        return key
+            keys = [metric, *(key for key in self.metrics if split_key(key)[0] == metric)]
+            words = " Slow metrics (cosine_matrix, effective_rank) are only in some records: WatchConfig.slow_every."
+        else:
+            name = match_flow(flow, self.flow_names)
+            keys, words = [metric if name == self.flow_names[0] else metric_key(metric, name)], ""
+        found = next((key for key in keys if key in self.metrics), None)
+        if found is None:
+            where = "" if flow is None else f" for flow {name!r}"
+            held = ", ".join(sorted(self.metrics)) or "none"
+            raise FlowscopeError(f"record of step {self.step} has no metric {metric!r}{where}; it has: {held}.{words}")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits."""
@@ -232,9 +217,8 @@ class Alert:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Alert:
         """Rebuild an alert from `to_json`."""
-        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        known["value"] = math.nan if known.get("value") is None else float(known["value"])
-        known["limit"] = math.nan if known.get("limit") is None else float(known["limit"])
+        known = known_fields(cls, data)
+        known |= {name: float(_array(known.get(name))) for name in ("value", "limit")}
         return cls(**known)
 
 

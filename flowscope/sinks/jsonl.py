@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,55 +109,37 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"read_run({os.fspath(path)!r}): there is no file {os.fspath(file)!r}; expected {FILE_NAME} or the folder "
             "that holds it: the log_dir given to flowscope.watch(model, log_dir=...)."
         )
-    joiner = _Joiner()
     with file.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                joiner.add(line)
-    return joiner.run()
+        return _joined(filter(bytes.strip, lines))
 
 
-class _Joiner:
-    """Joins the lines of one or more processes into one run."""
-
-    def __init__(self) -> None:
-        self.joined = Run()
-        self.records: dict[int, Record] = {}
-        # what was written before the last header, while no record has followed it yet
-        self.before: tuple[set[int], int] | None = None
-
-    def add(self, line: bytes) -> None:
-        """Take one line, or count it as skipped."""
+def _joined(lines: Iterable[bytes]) -> Run:
+    """One run of the lines of one or more processes."""
+    run = Run()
+    by_step: dict[int, Record] = {}
+    # how many alerts stood before the last header, while no record has followed it yet
+    before: int | None = None
+    for line in lines:
         try:
-            event = decode_event(line, self.joined.header)
+            event = decode_event(line, run.header)
         except UNREADABLE:
-            self.joined.skipped_lines += 1
-            return
+            run.skipped_lines += 1
+            continue
         if isinstance(event, RunHeader):
-            self.joined.header = event
-            self.before = (set(self.records), len(self.joined.alerts))
+            run.header, before = event, len(run.alerts)
         elif isinstance(event, Alert):
-            self.joined.alerts.append(event)
+            run.alerts.append(event)
         else:
-            self._take_over(event.step)
-            self.joined.superseded += event.step in self.records
-            self.records[event.step] = event
-
-    def _take_over(self, step: int) -> None:
-        if self.before is None:
-            return
-        steps, count = self.before
-        self.before = None
-        for old in [s for s in steps if s >= step]:
-            del self.records[old]
-            self.joined.superseded += 1
-        self.joined.alerts = [a for i, a in enumerate(self.joined.alerts) if i >= count or a.step < step]
-
-    def run(self) -> Run:
-        """The joined run."""
-        for _, record in sorted(self.records.items()):
-            (self.joined.unsampled if "unsampled" in record.flags else self.joined.records).append(record)
-        return self.joined
+            taken_over = [step for step in by_step if step == event.step or (before is not None and step > event.step)]
+            for step in taken_over:
+                del by_step[step]
+            run.superseded += len(taken_over)
+            if before is not None:
+                run.alerts[:before] = [alert for alert in run.alerts[:before] if alert.step < event.step]
+            by_step[event.step], before = event, None
+    for _, record in sorted(by_step.items()):
+        (run.unsampled if "unsampled" in record.flags else run.records).append(record)
+    return run
 
 
 UNREADABLE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
@@ -166,11 +149,7 @@ UNREADABLE = (ArithmeticError, AttributeError, KeyError, RecursionError, TypeErr
 def decode_event(line: bytes, header: RunHeader | None) -> Event:
     """The inverse of `encode_event`; `header` brings a record its labels. Raises one of `UNREADABLE`."""
     data = json.loads(line)
-    kind = data["type"]
-    if kind == "record":
+    if data["type"] == "record":
         return Record.from_json(data, header)
-    if kind == "alert":
-        return Alert.from_json(data)
-    if kind == "run":
-        return RunHeader.from_json(data)
-    raise ValueError(f"unknown type of event: {kind!r}")
+    kinds: dict[str, type[Alert | RunHeader]] = {"alert": Alert, "run": RunHeader}
+    return kinds[data["type"]].from_json(data)

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
-from flowscope.records import Alert, Record, RunHeader, split_key
+from flowscope.records import RunHeader, split_key
+from flowscope.sinks import Run
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
 from flowscope.views.series import (
@@ -56,24 +57,8 @@ _PAGE = """<!doctype html>
 """
 
 
-class RunLike(Protocol):
-    """What is reported: `flowscope.sinks.Run`, or anything with the same three attributes."""
-
-    @property
-    def header(self) -> RunHeader | None:
-        """What the rows of the metrics are."""
-
-    @property
-    def records(self) -> Sequence[Record]:
-        """By step."""
-
-    @property
-    def alerts(self) -> Sequence[Alert]:
-        """In the order they were raised."""
-
-
 def write_report(
-    runs: RunLike | Mapping[str, RunLike] | Sequence[RunLike], path: str | os.PathLike[str], title: str | None = None
+    runs: Run | Mapping[str, Run] | Sequence[Run], path: str | os.PathLike[str], title: str | None = None
 ) -> Path:
     """Write the report.
 
@@ -91,10 +76,8 @@ def write_report(
     """
     if isinstance(runs, Mapping):
         named = dict(runs)
-    elif isinstance(runs, list | tuple):
-        named = {f"run {i + 1}": run for i, run in enumerate(runs)}
     else:
-        named = {"run": runs}  # type: ignore[dict-item]
+        named = {f"run {i + 1}": run for i, run in enumerate(runs)} if isinstance(runs, Sequence) else {"run": runs}
     if not named:
         raise FlowscopeError("write_report(runs, ...): got no run; expected one, or a dict name -> run.")
     heading = title or f"flowscope: {', '.join(named)}"
@@ -117,7 +100,7 @@ def write_report(
     return file
 
 
-def report_payload(runs: Mapping[str, RunLike], title: str) -> dict[str, Any]:
+def report_payload(runs: Mapping[str, Run], title: str) -> dict[str, Any]:
     """Everything the report's script reads: the tab's overview, and for each run and key what the tab would ask for."""
     series = {name: _all_series(run) for name, run in runs.items()}
     views = [_view(name, run, series[name]) for name, run in runs.items()]
@@ -130,9 +113,9 @@ def report_payload(runs: Mapping[str, RunLike], title: str) -> dict[str, Any]:
     return {"title": title, **overview_payload(views), "series": data}
 
 
-def _all_series(run: RunLike) -> dict[str, Series]:
-    labels = run.header.labels if run.header else {}
-    specs = run.header.metrics if run.header else {}
+def _all_series(run: Run) -> dict[str, Series]:
+    header = run.header or RunHeader()
+    labels, specs = header.labels, header.metrics
     points: dict[str, list[tuple[int, Any]]] = {}
     rows: dict[str, Sequence[str]] = {}
     older: Counter[str] = Counter()
@@ -151,7 +134,7 @@ def _all_series(run: RunLike) -> dict[str, Series]:
     return {key: replace(series, dropped=series.dropped + older[key]) for key, series in found.items()}
 
 
-def _view(name: str, run: RunLike, series: Mapping[str, Series]) -> RunView:
+def _view(name: str, run: Run, series: Mapping[str, Series]) -> RunView:
     notices = [] if run.header else ["The file has no header: rows are numbered. Was its beginning cut off?"]
     losses = [(record.step, record.loss) for record in run.records if record.loss is not None]
     notices += dict.fromkeys(note for record in run.records for note in record.notes)

@@ -130,7 +130,7 @@ def heat_payload(
     return {
         "key": series.key,
         "steps": series.steps[chosen].tolist(),
-        "values": [plain(row) for row in cells.T],
+        "values": strict(cells.T.tolist()),
         "rows": _groups(series.labels, edges),
         "records": len(series.steps),
         "depth": len(series.labels),
@@ -145,15 +145,15 @@ def record_payload(series: Series, step: int, log: bool) -> dict[str, Any]:
     payload: dict[str, Any] = {"key": series.key, "step": int(series.steps[at])}
     if array.ndim == 1:
         cells, edges = group_rows(array[None], PROFILE_ROWS, log)
-        return {**payload, "values": plain(cells[0]), "rows": _groups(series.labels, edges)}
+        return {**payload, "values": strict(cells[0].tolist()), "rows": _groups(series.labels, edges)}
     if array.ndim == 2:
-        return {**payload, "matrix": [plain(row) for row in array], "labels": list(series.labels)}
+        return {**payload, "matrix": strict(array.tolist()), "labels": list(series.labels)}
     if array.ndim != 3:
         raise ValueError(f"it has {array.ndim} axes a record; expected 1, 2 or 3")
     chosen = thin_steps(np.arange(len(array)), MATRICES)
     return {
         **payload,
-        "stack": [[plain(row) for row in array[i]] for i in chosen],
+        "stack": strict(array[chosen].tolist()),
         "labels": [series.labels[i] for i in chosen],
         "of": len(array),
     }
@@ -163,16 +163,6 @@ def _groups(labels: Sequence[str], edges: NDArray[np.int64]) -> list[list[Any]]:
     return [[labels[start], labels[end - 1], start, end - start] for start, end in pairwise(edges.tolist())]
 
 
-def plain(values: Array) -> list[Any]:
-    """Numbers for strict JSON: NaN becomes None, infinities "inf" and "-inf"; 5 significant digits."""
-    return [_plain(value) for value in values.tolist()]
-
-
-def _plain(value: float) -> float | int | str | None:
-    short: float | str | None = strict(value)
-    return int(short) if isinstance(short, float) and short.is_integer() and abs(short) < 1e6 else short
-
-
 def to_json(payload: Any) -> str:
-    """Compact strict JSON of what `plain` and `strict` made."""
+    """Compact strict JSON of what `strict` made."""
     return json.dumps(payload, separators=(",", ":"), allow_nan=False)

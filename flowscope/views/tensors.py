@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class TensorReader:
         """All runs that have data of this plugin, by name."""
         tags = self._tags(environ)
         known = {tag for of_run in tags.values() for tag in of_run}
-        products = sorted(tag for tag in known if split_key(_key(tag))[0] == "gradient_product")
+        products = sorted(tag for tag in known if split_key(tag.removeprefix(PREFIX))[0] == "gradient_product")
         points: dict[str, dict[str, Any]] = {name: {} for name in tags}
         for wanted, count in (([HEADER], 100), ([ALERTS], RECORDS), (products, 1)):
             found = self._read(environ, list(tags), wanted, count) if wanted else {}
@@ -77,7 +78,7 @@ class TensorReader:
         notices: list[str] = []
         alerts = _alerts(self._read(environ, [run], [ALERTS], RECORDS).get(run, {}), notices)
         header = _header(self._read(environ, [run], [HEADER], 100).get(run, {}), notices)
-        labels = tuple(map(str, (header.labels.get(key) if header else None) or content.get("labels", ())))
+        labels = _labels(key, header, content)
         log = spec_of(key, header.metrics if header else {}).is_log
         name = (plugin_util.experiment_id(environ), run, tag, _stamp({tag: known[tag]}), labels)
         with self._lock:
@@ -135,20 +136,12 @@ class TensorReader:
         return {run: dict(of_run) for run, of_run in found.items()}
 
 
-def _key(tag: str) -> str:
-    return tag.removeprefix(PREFIX)
-
-
 def _run_view(
-    name: str,
-    tags: Mapping[str, Any],
-    points: Mapping[str, Any],
-    loss: Sequence[tuple[int, float]],
+    name: str, tags: Mapping[str, Any], points: Mapping[str, Any], loss: Sequence[tuple[int, float]]
 ) -> RunView:
     """What is known of a run from its tags and from the points of its header, alerts and gradient products."""
     notices: list[str] = []
     header = _header(points, notices)
-    labels: dict[str, tuple[str, ...]] = {}
     contents = {tag: _content(series) for tag, series in tags.items()}
     versions = {c.get("version") for c in contents.values()} - {READS_VERSION}
     if versions:
@@ -156,19 +149,15 @@ def _run_view(
             f"Written in format {', '.join(sorted(map(str, versions)))}; this tab reads {READS_VERSION}. Install the "
             "flowscope that wrote the run beside TensorBoard; what can be understood is shown."
         )
-    for tag in tags:
-        if tag in {HEADER, ALERTS} or not tag.startswith(PREFIX):
-            continue
-        of_header = header.labels.get(_key(tag), ()) if header else ()
-        labels[_key(tag)] = tuple(map(str, of_header or contents[tag].get("labels", ())))
-    order = {key: i for i, key in enumerate(header.labels)} if header else {}
-    keys = sorted(labels, key=lambda key: (order.get(key, MANY), key))
+    order = {PREFIX + key: i for i, key in enumerate(header.labels)} if header else {}
+    ordered = sorted(tags.keys() - {HEADER, ALERTS}, key=lambda tag: (order.get(tag, MANY), tag))
+    keys = [tag.removeprefix(PREFIX) for tag in ordered if tag.startswith(PREFIX)]
     if not keys:
         notices.append("No record has been written yet: the first comes with the first optimizer step.")
     return RunView(
         name,
         header,
-        {key: labels[key] for key in keys},
+        {key: _labels(key, header, contents[PREFIX + key]) for key in keys},
         _alerts(points, notices),
         {key: _numbers(points[PREFIX + key]) for key in keys if points.get(PREFIX + key)},
         loss,
@@ -176,6 +165,10 @@ def _run_view(
         notices,
         _stamp(tags),
     )
+
+
+def _labels(key: str, header: RunHeader | None, content: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, (header.labels.get(key) if header else None) or content.get("labels", ())))
 
 
 def _numbers(points: Any) -> NDArray[np.float64]:
@@ -220,12 +213,11 @@ def _alerts(found: Mapping[str, Any], notices: list[str]) -> list[Alert]:
     of_step = {point.step: [point] for point in found.get(ALERTS, [])}
     alerts: list[Alert] = []
     unread = 0
-    for step in sorted(of_step):
-        for text in _texts(of_step[step]):
-            try:
-                alerts.append(Alert.from_json(json.loads(text)))
-            except (AttributeError, TypeError, ValueError):
-                unread += 1
+    for text in chain.from_iterable(_texts(of_step[step]) for step in sorted(of_step)):
+        try:
+            alerts.append(Alert.from_json(json.loads(text)))
+        except (AttributeError, TypeError, ValueError):
+            unread += 1
     if unread:
         notices.append(f"{unread} alert{'s' if unread > 1 else ''} cannot be read: written by another version?")
     return alerts
