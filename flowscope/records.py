@@ -225,6 +225,27 @@ class Alert:
 Event = RunHeader | Record | Alert
 
 
+@dataclass
+class Run:
+    """A run as `flowscope.sinks.read_run` found it.
+
+    Attributes:
+        header: the last header, None where the file has none.
+        records: by step, one a step; each carries the labels of the header before it.
+        alerts: in the order they were written.
+        skipped_lines: lines that are incomplete (a kill, or a writer at work) or not flowscope's.
+        superseded: records that a later record of the same step, or a resumed process, replaced.
+        unsampled: what the finiteness canary alone saw, at steps that were not sampled.
+    """
+
+    header: RunHeader | None = None
+    records: list[Record] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    skipped_lines: int = 0
+    superseded: int = 0
+    unsampled: list[Record] = field(default_factory=list)
+
+
 def few(names: Sequence[str]) -> str:
     """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from flowscope.records import Event
+from flowscope.records import Event, Run
 from flowscope.sinks.console import ConsoleSink, depth_profile_text, sparkline
-from flowscope.sinks.jsonl import JsonlSink, Run, read_run
+from flowscope.sinks.jsonl import JsonlSink, read_run
 from flowscope.sinks.memory import MemorySink
 
 if TYPE_CHECKING:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowscope.errors import FlowscopeError
-from flowscope.records import Alert, Event, Record, RunHeader, strict_json
+from flowscope.records import Alert, Event, Record, Run, RunHeader, strict_json
 from flowscope.sinks.append_file import AppendFile
 
 FILE_NAME = "flowscope.jsonl"
@@ -58,27 +57,6 @@ def encode_event(event: Event) -> bytes:
     except (TypeError, ValueError):  # a limit set to inf, a numpy scalar, a path in the configuration
         text = json.dumps(strict_json(data, ALL_DIGITS), separators=(",", ":"), allow_nan=False)
     return text.encode("ascii") + b"\n"
-
-
-@dataclass
-class Run:
-    """What `read_run` found.
-
-    Attributes:
-        header: the last header, None where the file has none.
-        records: by step, one a step; each carries the labels of the header before it.
-        alerts: in the order they were written.
-        skipped_lines: lines that are incomplete (a kill, or a writer at work) or not flowscope's.
-        superseded: records that a later record of the same step, or a resumed process, replaced.
-        unsampled: what the finiteness canary alone saw, at steps that were not sampled.
-    """
-
-    header: RunHeader | None = None
-    records: list[Record] = field(default_factory=list)
-    alerts: list[Alert] = field(default_factory=list)
-    skipped_lines: int = 0
-    superseded: int = 0
-    unsampled: list[Record] = field(default_factory=list)
 
 
 def file_of(path: str | os.PathLike[str]) -> Path:

@@ -14,8 +14,7 @@ import numpy as np
 
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
-from flowscope.records import RunHeader, split_key
-from flowscope.sinks import Run
+from flowscope.records import Run, RunHeader, split_key
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
 from flowscope.views.series import (
