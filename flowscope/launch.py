@@ -13,19 +13,14 @@ tells the loss. Processes that the script spawns itself are not followed; under 
 from __future__ import annotations
 
 import functools
-import gc
-import importlib.abc
-import importlib.util
-import os
 import sys
-import types
 import weakref
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowscope.errors import FlowscopeError
+from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
 from flowscope.sinks import ConsoleSink
 
 if TYPE_CHECKING:
@@ -43,10 +38,10 @@ class Launch:
         self._models: list[weakref.ref[nn.Module]] = []
         self._scalers: list[weakref.ref[Any]] = []
         self._forwards: dict[int, int] = {}
-        self._finder = _PatchOnImport(
+        self._finder = PatchOnImport(
             {
-                "torch.optim.optimizer": lambda module: _after_making(module.Optimizer, self._optimizer_made),
-                "torch.amp.grad_scaler": lambda module: _after_making(module.GradScaler, self._scaler_made),
+                "torch.optim.optimizer": lambda module: after_making(module.Optimizer, self._optimizer_made),
+                "torch.amp.grad_scaler": lambda module: after_making(module.GradScaler, self._scaler_made),
             }
         )
 
@@ -62,9 +57,9 @@ class Launch:
         for scope in self.scopes:
             summary = scope.summary()
             scope.close()
-            if _first_rank():
+            if first_rank():
                 print(f"\n{summary}", file=sys.stderr)
-        if _first_rank():
+        if first_rank():
             print(self._last_words(), file=sys.stderr)
 
     def _last_words(self) -> str:
@@ -80,7 +75,7 @@ class Launch:
     def _optimizer_made(self, optimizer: Any) -> None:
         from flowscope.instruments.wiring import held_by
 
-        for model in _roots(held_by(optimizer)):
+        for model in outermost_models(held_by(optimizer)):
             if not any(known() is model for known in self._models):
                 self._watch(model)
 
@@ -143,63 +138,6 @@ class Launch:
                 scope.give_loss(value)
 
 
-class _PatchOnImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls a function with a module right after the script's own import has executed it."""
-
-    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
-        self._patches = dict(patches)
-        for name in list(patches):
-            if name in sys.modules:
-                self._patches.pop(name)(sys.modules[name])
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The module's own spec, with a loader that patches after executing."""
-        if fullname not in self._patches:
-            return None
-        patch = self._patches.pop(fullname)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            patch(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _after_making(made: Any, call: Callable[[Any], None]) -> None:
-    """Let `call(self)` follow the constructor of a class; a fault of it is told and never raised."""
-    original = made.__init__
-
-    @functools.wraps(original)
-    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        try:
-            call(self)
-        except Exception as error:
-            print(f"flowscope: attaching failed, the script goes on: {type(error).__name__}: {error}", file=sys.stderr)
-
-    made.__init__ = constructed
-
-
-def _roots(held: set[int]) -> list[nn.Module]:
-    """The outermost modules alive that own one of these parameters."""
-    from torch import nn
-
-    # type() instead of isinstance: lazy proxies answer the latter by importing or raising
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    outermost = [module for module in modules if id(module) not in inner and "_parameters" in vars(module)]
-    return [module for module in outermost if any(id(p) in held for p in module.parameters())]
-
-
-def _first_rank() -> bool:
-    return int(os.environ.get("RANK", "0") or 0) == 0
-
-
 # -- the script ------------------------------------------------------------------------------------------------------
 
 
@@ -216,59 +154,12 @@ def run_script(command: Sequence[str], log_dir: Path, *, module: bool, options: 
         FlowscopeError: there is no such script.
         SystemExit: the script's own, or status 1 after an exception (shown without our frames).
     """
-    code, main, first_path = (_load_module if module else _load_script)(command[0])
-    sys.argv = [(main.__file__ if module else None) or command[0], *command[1:]]
-    if sys.path:
-        sys.path[0] = first_path
-    sys.modules["__main__"] = main
+    script = script_of(command, module=module)
     with Launch(log_dir, options):
         try:
-            exec(code, vars(main))
+            script()
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
-            trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            tell_of(error)
             raise SystemExit(1) from None
-
-
-def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType, str]:
-    file = Path(path)
-    if file.is_dir():
-        file = file / "__main__.py"
-    if not file.is_file():
-        raise FlowscopeError(f"flowscope run: there is no file {path!r}; expected a Python script, or -m and a module.")
-    file = file.absolute()
-    main = _main_module(str(file))
-    return compile(file.read_bytes(), str(file), "exec"), main, str(file.resolve().parent)
-
-
-def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType, str]:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ImportError:
-        spec = None
-    finally:
-        sys.path.pop(0)
-    code = (
-        spec.loader.get_code(spec.name)
-        if spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader)
-        else None
-    )
-    if spec is None or code is None:
-        raise FlowscopeError(
-            f"flowscope run -m: there is no module {name!r} that can be run; expected what python -m runs."
-        )
-    main = _main_module(spec.origin)
-    main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
-    return code, main, str(Path.cwd())
-
-
-def _main_module(file: str | None) -> types.ModuleType:
-    main = types.ModuleType("__main__")
-    main.__file__ = file
-    vars(main)["__builtins__"] = __builtins__
-    return main

@@ -1,0 +1,152 @@
+"""Running a user's script as plain Python would, and listening to what it imports and makes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.abc
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowscope.errors import FlowscopeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def script_of(command: Sequence[str], *, module: bool, asked: str = "run") -> Callable[[], None]:
+    """A script or module, ready to be run as `python script.py args...` or `python -m module args...` would.
+
+    Args:
+        command: the script's path or the module's name, and its arguments.
+        module: whether `command[0]` is a module's name.
+        asked: the name of the command, for errors.
+
+    Returns:
+        A function that runs it.
+
+    Raises:
+        FlowscopeError: there is no such script.
+    """
+    code, main, first_path = (_load_module if module else _load_script)(command[0], asked)
+    sys.argv = [(main.__file__ if module else None) or command[0], *command[1:]]
+    if sys.path:
+        sys.path[0] = first_path
+    sys.modules["__main__"] = main
+    return lambda: exec(code, vars(main))
+
+
+def tell_of(error: BaseException) -> None:
+    """Show an exception of the script, without our frames."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("flowscope."):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+class PatchOnImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Calls a function with a module right after the script's own import has executed it."""
+
+    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
+        self._patches = dict(patches)
+        for name in list(patches):
+            if name in sys.modules:
+                self._patches.pop(name)(sys.modules[name])
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """The module's own spec, with a loader that patches after executing."""
+        if fullname not in self._patches:
+            return None
+        patch = self._patches.pop(fullname)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_making(made: Any, call: Callable[[Any], None]) -> None:
+    """Let `call(self)` follow the constructor of a class; a fault of it is told and never raised."""
+    original = made.__init__
+
+    @functools.wraps(original)
+    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            call(self)
+        except Exception as error:
+            print(f"flowscope: attaching failed, the script goes on: {type(error).__name__}: {error}", file=sys.stderr)
+
+    made.__init__ = constructed
+
+
+def outermost_models(held: set[int]) -> list[nn.Module]:
+    """The outermost modules alive that own one of these parameters."""
+    from torch import nn
+
+    # type() instead of isinstance: lazy proxies answer the latter by importing or raising
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    outermost = [module for module in modules if id(module) not in inner and "_parameters" in vars(module)]
+    return [module for module in outermost if any(id(p) in held for p in module.parameters())]
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for all ranks."""
+    return int(os.environ.get("RANK", "0") or 0) == 0
+
+
+def _load_script(path: str, asked: str) -> tuple[types.CodeType, types.ModuleType, str]:
+    file = Path(path)
+    if file.is_dir():
+        file = file / "__main__.py"
+    if not file.is_file():
+        raise FlowscopeError(
+            f"flowscope {asked}: there is no file {path!r}; expected a Python script, or -m and a module."
+        )
+    file = file.absolute()
+    main = _main_module(str(file))
+    return compile(file.read_bytes(), str(file), "exec"), main, str(file.resolve().parent)
+
+
+def _load_module(name: str, asked: str) -> tuple[types.CodeType, types.ModuleType, str]:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ImportError:
+        spec = None
+    finally:
+        sys.path.pop(0)
+    code = (
+        spec.loader.get_code(spec.name)
+        if spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader)
+        else None
+    )
+    if spec is None or code is None:
+        raise FlowscopeError(
+            f"flowscope {asked} -m: there is no module {name!r} that can be run; expected what python -m runs."
+        )
+    main = _main_module(spec.origin)
+    main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
+    return code, main, str(Path.cwd())
+
+
+def _main_module(file: str | None) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__file__ = file
+    vars(main)["__builtins__"] = __builtins__
+    return main
