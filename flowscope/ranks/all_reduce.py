@@ -35,7 +35,7 @@ class Exchange:
 
     def __init__(self, vector: Tensor, group: Any, places: list[tuple[Part, int]]) -> None:
         self.places, self._vector = places, vector
-        self.extremes: Extremes | None = None
+        self._extremes: Any = None
         self._copy: HostCopy | None = None
         self._late = False
         if vector.is_cuda and "nccl" in str(dist.get_backend(group)):
@@ -52,7 +52,7 @@ class Exchange:
 
     def done(self) -> bool:
         """Whether `sums` would not wait for other ranks."""
-        if self.extremes is not None and not self.extremes.done():
+        if self._extremes is not None and not self._extremes.is_completed():
             return False
         return self._copy.ready() if self._copy is not None else bool(self._work.is_completed())
 
@@ -60,11 +60,9 @@ class Exchange:
         """Whether it is done, within `GRACE` the first time it is asked."""
         end = time.monotonic() + (0.0 if self._late else GRACE)
         self._late = True
-        while not self.done():
-            if time.monotonic() >= end:
-                return False
+        while not (done := self.done()) and time.monotonic() < end:
             time.sleep(0.001)
-        return True
+        return done
 
     def wait(self, still_there: Callable[[], bool]) -> None:
         """Wait for the other ranks, while they are there.
@@ -87,25 +85,23 @@ class Exchange:
             self._copy = HostCopy([self._vector])
         return self._copy.read()[0]
 
+    def compare(self, norms: Tensor, group: Any, replicated: NDArray[np.bool_]) -> Callable[[], Array]:
+        """Begin one MAX of [n, -n] beside the sum; what it returns waits for it, when its step's record is made.
 
-class Extremes:
-    """One MAX of [n, -n] under way, read when its step's record is made."""
+        Returns:
+            A function that gives [N]: (max - min) / max over the ranks of what all of them hold, NaN for the rest.
+        """
+        vector = torch.cat([norms, -norms])
+        self._extremes = work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
 
-    def __init__(self, vector: Tensor, group: Any) -> None:
-        self._vector = vector
-        self._work: Any = dist.all_reduce(vector, dist.ReduceOp.MAX, group=group, async_op=True)
+        def gap() -> Array:
+            work.wait()
+            largest, least = np.split(vector.cpu().double().numpy(), 2)
+            with np.errstate(all="ignore"):
+                found = np.where(largest > 0, (largest + least) / largest, 0.0)
+            return np.where(replicated, found, np.nan)
 
-    def done(self) -> bool:
-        """Whether `gap` would not wait for other ranks."""
-        return bool(self._work.is_completed())
-
-    def gap(self, replicated: NDArray[np.bool_]) -> Array:
-        """Wait for [N]: (max - min) / max over the ranks of what all of them hold, NaN for the rest."""
-        self._work.wait()
-        largest, least = np.split(self._vector.cpu().double().numpy(), 2)
-        with np.errstate(all="ignore"):
-            gap = np.where(largest > 0, (largest + least) / largest, 0.0)
-        return np.where(replicated, gap, np.nan)
+        return gap
 
 
 class Agreement:

@@ -86,11 +86,11 @@ def find_group(model: nn.Module) -> Group | None:
     """
     sharded = [p for p in model.parameters() if hasattr(p, "device_mesh")]
     replicas = _ddp_of(model)
+    wrapper = weakref.ref(replicas) if replicas is not None else None
     if not sharded:
-        if replicas is None:
-            return Group(dist.group.WORLD, "", dist.get_world_size(), float(dist.get_world_size()), True)
-        size = dist.get_world_size(replicas.process_group)
-        return Group(replicas.process_group, "DDP", size, float(size), True, weakref.ref(replicas))
+        group = dist.group.WORLD if replicas is None else replicas.process_group
+        size = dist.get_world_size(group)
+        return Group(group, "" if replicas is None else "DDP", size, float(size), True, wrapper)
     mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
     data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
     everyone = _group_of(mesh, data_parallel if replicas is not None else None)
@@ -102,7 +102,6 @@ def find_group(model: nn.Module) -> Group | None:
     size = dist.get_world_size(data_parallel)
     divisor = size if replicas is not None else _fsdp_divisor(model, data_parallel)
     states = first in dist.get_process_group_ranks(data_parallel)
-    wrapper = weakref.ref(replicas) if replicas is not None else None
     return Group(everyone, "DDP" if wrapper is not None else "FSDP2", size, float(divisor), states, wrapper)
 
 

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,38 +28,8 @@ SCHEDULE_STEPS = 1024
 UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
 
 
-class Registration:
-    """This rank among those that have its layout; what is counted is only read in a later hook.
-
-    Args:
-        group: the ranks.
-        layout: what they must have in common (`layout_of`).
-    """
-
-    _made: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self, group: Group, layout: list[Any]) -> None:
-        self._group = group
-        digest = hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:24]
-        Registration._made[digest] += 1
-        self._key = f"flowscope/{digest}/{Registration._made[digest]}"
-        self._store().add(self._key, 1)
-
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_process_group_store(self._group.process_group)
-
-    def count(self) -> int:
-        """How many ranks have this layout."""
-        return int(self._store().add(self._key, 0))
-
-    def others_left(self, entered: int) -> bool:
-        """Whether a rank closed its scope after this many sums: it will not enter the next."""
-        return int(self._store().add(f"{self._key}/left after {entered}", 0)) > 0
-
-    def tell_left(self, entered: int) -> None:
-        """Tell the others that this rank has entered this many sums, and enters no more."""
-        with contextlib.suppress(RuntimeError, OSError):
-            self._store().add(f"{self._key}/left after {entered}", 1)
+_REGISTERED: Counter[str] = Counter()
+"""How many scopes of each layout this process has registered: each counts in a place of its own."""
 
 
 class Standing(Enum):
@@ -92,7 +62,8 @@ class Membership:
         self.group: Group | None = None
         self.standing = Standing.LOOKING
         self.entered = 0
-        self._registration: Registration | None = None
+        self._place = ""
+        """Of the counters in the process group's store; empty before this rank has registered."""
         self._ended = self._count_at = 0
         self._sequence = -1
 
@@ -146,18 +117,27 @@ class Membership:
             self._register(group)
 
     def _register(self, group: Group) -> None:
+        """Count this rank among those that have its layout; how many they are is only read in a later hook."""
         self.group, self.standing, self._count_at = group, Standing.REGISTERED, self._ended
-        self._registration = Registration(group, self._layout(group))
+        digest = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
+        _REGISTERED[digest] += 1
+        self._place = f"flowscope/{digest}/{_REGISTERED[digest]}"
+        self._counted(add=1)
+
+    def _counted(self, what: str = "", add: int = 0) -> int:
+        """How many ranks have this layout, or of which something was told, after adding to them."""
+        store: Any = dist.distributed_c10d._get_process_group_store(self.party().process_group)
+        return int(store.add(self._place + what, add))
 
     def _join(self) -> None:
-        group, registration = self.party(), self._registration
+        group = self.party()
         if self.uneven:
             self.stay_alone(UNEVEN)
-        elif self._ended >= self._count_at and self._in_step(group) and registration is not None:
+        elif self._ended >= self._count_at and self._in_step(group):
             device = next(self._model.parameters()).device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # once: the collectives of backward are behind all ranks
-            if (count := registration.count()) == group.size:
+            if (count := self._counted()) == group.size:
                 self.standing = Standing.JOINED
             else:
                 self.stay_alone(
@@ -175,13 +155,14 @@ class Membership:
         LOGGER.warning("flowscope: nothing is added up over ranks, records are this rank's own (flag local): %s.", why)
 
     def others_left(self, entered: int) -> bool:
-        """Whether a rank closed its scope after this many sums."""
-        return self._registration is not None and self._registration.others_left(entered)
+        """Whether a rank closed its scope after this many sums: it will not enter the next."""
+        return bool(self._place) and self._counted(f"/left after {entered}") > 0
 
     def leave(self) -> None:
-        """Tell the others that this rank enters nothing any more."""
-        if self.joined and self._registration is not None:
-            self._registration.tell_left(self.entered)
+        """Tell the others how many sums this rank has entered: it enters no more."""
+        if self.joined:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._counted(f"/left after {self.entered}", add=1)
 
 
 def layout_of(observation: Observation, watch: WatchConfig, schedule: Schedule, group: Group) -> list[Any]:

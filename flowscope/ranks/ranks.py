@@ -31,7 +31,7 @@ from torch import Tensor
 from flowscope.config import WatchConfig
 from flowscope.hooks.canary import Canary
 from flowscope.observation.observation import Observation
-from flowscope.ranks.all_reduce import Agreement, Exchange, Extremes
+from flowscope.ranks.all_reduce import Agreement, Exchange
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
 from flowscope.records import Array, Record
@@ -173,24 +173,27 @@ class Ranks:
             if several_processes() and (others.group is None or others.group.size > 1):
                 ended.flags = (*ended.flags, "local")
             return
+        why = ""
         try:
             self._take(wait=True)
             ended.awaited = True
-            if others.uneven or (sampled and others.others_left(others.entered)):
-                self._since.append(ended)
-                self._give_up(UNEVEN if others.uneven else "another rank has closed its scope")
-                return
-            if sampled:
+            if others.uneven:
+                why = UNEVEN
+            elif sampled and others.others_left(others.entered):
+                why = "another rank has closed its scope"
+            elif sampled:
                 self._enter(ended)
             elif ended.snapshot is not None:
                 ended.flags = (*ended.flags, "local")  # skipped by the GradScaler: nothing is entered outside of a step
-            self._since.append(ended)
         except Exception as error:
-            self._since.append(ended)
-            self._give_up(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            # else a rank has died: the training's own collectives tell the user
             if not isinstance(error, (RuntimeError, OSError)):
                 raise
-            # a rank has died: the training's own collectives tell the user
+        finally:
+            self._since.append(ended)
+            if why:
+                self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         self.others.leave()
@@ -318,8 +321,7 @@ class Ranks:
         if ended.snapshot is not None:
             read = self._observation.faults.guard("parts of ranks", ended.snapshot.replicas, device)
             norms = norms if read is None else read
-        exchange.extremes = Extremes(torch.cat([norms, -norms]), self.others.party().process_group)
-        ended.rank_gap = partial(exchange.extremes.gap, replicated)
+        ended.rank_gap = exchange.compare(norms, self.others.party().process_group, replicated)
 
 
 def is_local(key: str, record: Record, local: Collection[str], *, sharded: bool) -> bool:
