@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,21 +93,12 @@ class Segment:
     @contextmanager
     def _hooks(self, begin: Any, end: Any) -> Iterator[None]:
         """Give x_0 to `begin`, which may replace it, and the output of each call of the last block to `end`."""
-
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return begin((args, kwargs))
-
-        def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
-            return begin(output)
-
-        with ExitStack() as stack:
-            if self.flow.entry is None:
-                handle = self._begin.register_forward_hook(leave)
-            else:
-                handle = self._begin.register_forward_pre_hook(enter, with_kwargs=True)
-            stack.callback(handle.remove)
-            # after `leave`: where one module is both ends, its first output is x_0 and its last x_L
-            stack.callback(self._end.register_forward_hook(end).remove)
+        if self.flow.entry is None:
+            first = self._begin.register_forward_hook(lambda _module, _args, output: begin(output))
+        else:
+            first = self._begin.register_forward_pre_hook(lambda _module, *given: begin(given), with_kwargs=True)
+        # `end` after `begin`: where one module is both ends, its first output is x_0 and its last x_L
+        with first, self._end.register_forward_hook(end):
             yield
 
     def _trace(self) -> tuple[Tensor, Tensor]:
@@ -144,9 +136,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
     Scopes attached to the model see nothing of what runs inside.
     """
-    tensor = next((t for t in [*model.parameters(), *model.buffers()]), torch.empty(0))
-    device = tensor.device
-    fast = torch.backends.mha.get_fastpath_enabled()
+    device = next(chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
     with ExitStack() as stack:
         stack.enter_context(masked())
         stack.enter_context(evaluating(model))
@@ -157,11 +147,9 @@ def quiet(model: nn.Module) -> Iterator[None]:
         if compiler_was_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        try:
-            torch.backends.mha.set_fastpath_enabled(False)
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
 
 
 def one_sample(model: nn.Module, inputs: Inputs, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -212,10 +200,9 @@ def _batch_axis(model: nn.Module, lead: Tensor, run: Callable[[], Any]) -> int |
         raise _Reached
 
     if modules:
-        with ExitStack() as stack, torch.no_grad():
+        with ExitStack() as stack, torch.no_grad(), suppress(_Reached):
             for module in modules:
-                stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
-            stack.enter_context(suppress(_Reached))
+                stack.enter_context(module.register_forward_pre_hook(see, with_kwargs=True))
             run()
     if not seen:
         return 0

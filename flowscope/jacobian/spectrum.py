@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,7 +116,7 @@ def jacobian_spectrum(
         mean, error = _mean_square(jacobian, probes, seed)
         spectrum: Array | None = None
         if jacobian.affordable:
-            spectrum = np.linalg.svd(jacobian.dense(), compute_uv=False).astype(np.float64)
+            spectrum = np.linalg.svd(jacobian.dense, compute_uv=False).astype(np.float64)
         largest, note = _largest(jacobian, k, seed, spectrum)
     if spectrum is None:
         note = f"smallest and spectrum: not computed, a side of [{m}, {n}] is over {DENSE_LIMIT}. {note}".strip()
@@ -129,7 +131,8 @@ class _Jacobian:
         self.segment = segment
         self.x = segment.start.requires_grad_()
         self.y = segment(self.x)
-        if not self._connected():
+        # `requires_grad` may come from the parameters alone
+        if not self.y.requires_grad or self._gradient(torch.zeros_like(self.y), allow_unused=True) is None:
             raise FlowscopeError(
                 f"flow {segment.flow.name!r}: x_L does not depend on x_0 through anything differentiable. "
                 "Is the state detached, or does a block run under torch.no_grad()?"
@@ -137,21 +140,15 @@ class _Jacobian:
         self.shape = (self.y.numel(), self.x.numel())
         self.affordable = max(self.shape) <= DENSE_LIMIT
         self.forward: Product
-        self._dense: Tensor | None = None
 
-    def _connected(self) -> bool:
-        """Whether x_L has a gradient path to x_0 (`requires_grad` may come from the parameters alone)."""
-        if not self.y.requires_grad:
-            return False
-        (grad,) = torch.autograd.grad(self.y, self.x, torch.zeros_like(self.y), retain_graph=True, allow_unused=True)
-        return grad is not None
+    def _gradient(self, u: Tensor, **how: bool) -> Any:
+        """J^T u in the shape of x_0."""
+        return torch.autograd.grad(self.y, self.x, u, retain_graph=True, **how)[0]
 
     def backward(self, u: Tensor) -> Tensor:
         """J^T u [n]."""
-        (grad,) = torch.autograd.grad(
-            self.y, self.x, u.view_as(self.y).to(self.y.dtype), retain_graph=True, materialize_grads=True
-        )
-        return grad.detach().flatten()
+        back: Tensor = self._gradient(u.view_as(self.y).to(self.y.dtype), materialize_grads=True)
+        return back.detach().flatten()
 
     def choose_forward_product(self, seed: int) -> None:
         """Take the first way to J v that runs and is the adjoint of `backward`.
@@ -159,8 +156,8 @@ class _Jacobian:
         A custom autograd.Function may lack what a way needs, or answer it with silent zeros.
         """
         generator = torch.Generator().manual_seed(seed)
-        v = self._random(generator, self.shape[1])
-        u = self._random(generator, self.shape[0])
+        n_and_m = reversed(self.shape)
+        v, u = (torch.randn(size, generator=generator, dtype=torch.float64).to(self.x) for size in n_and_m)
         back = self.backward(u)
         failed = []
         for product in self._forward_products():
@@ -186,13 +183,13 @@ class _Jacobian:
             yield self._double_backward()
         yield self._forward_mode
         if self.affordable:
-            dense = torch.from_numpy(self.dense()).to(self.x)
+            dense = torch.from_numpy(self.dense).to(self.x)
             yield lambda v: dense @ v
 
     def _double_backward(self) -> Product:
         """J v as the derivative of J^T u, which is linear in u, by u."""
         u = torch.zeros_like(self.y, requires_grad=True)
-        (back,) = torch.autograd.grad(self.y, self.x, u, create_graph=True, materialize_grads=True)
+        back = self._gradient(u, create_graph=True, materialize_grads=True)
 
         def product(v: Tensor) -> Tensor:
             (ahead,) = torch.autograd.grad(back, u, v.view_as(back), retain_graph=True, materialize_grads=True)
@@ -208,13 +205,12 @@ class _Jacobian:
             tangent = forward_ad.unpack_dual(y).tangent  # type: ignore[no-untyped-call]
             return torch.zeros_like(y).flatten() if tangent is None else tangent.detach().flatten()
 
+    @cached_property
     def dense(self) -> Array:
         """J [m, n] in fp64, row by row from J^T u."""
-        if self._dense is None:
-            rows = torch.eye(self.shape[0], dtype=self.y.dtype, device=self.y.device)
-            self._dense = torch.cat([self._rows(chunk) for chunk in torch.functional.split(rows, _ROWS)])
-        result: Array = self._dense.double().cpu().numpy()
-        return result
+        rows = torch.eye(self.shape[0], dtype=self.y.dtype, device=self.y.device)
+        dense = torch.cat([self._rows(chunk) for chunk in torch.functional.split(rows, _ROWS)])
+        return dense.double().cpu().numpy()
 
     def _rows(self, chunk: Tensor) -> Tensor:
         u = chunk.view(-1, *self.y.shape)
@@ -222,15 +218,10 @@ class _Jacobian:
             with warnings.catch_warnings():
                 # vmap tells of operations it runs in a loop
                 warnings.simplefilter("ignore")
-                (grad,) = torch.autograd.grad(
-                    self.y, self.x, u, retain_graph=True, is_grads_batched=True, materialize_grads=True
-                )
-            return grad.detach().flatten(1)
+                back: Tensor = self._gradient(u, is_grads_batched=True, materialize_grads=True)
+            return back.detach().flatten(1)
         except RuntimeError:
             return torch.stack([self.backward(row) for row in chunk])
-
-    def _random(self, generator: torch.Generator, size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(self.x)
 
     def operator(self) -> LinearOperator:
         """J for scipy, in the model's precision: ARPACK's tolerance follows the dtype."""
