@@ -19,7 +19,8 @@ import numpy as np
 
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import Run, TensorBoardSink
-from flowscope.views import assets, write_report
+from flowscope.views import assets
+from flowscope.views.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -27,7 +27,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from flowscope.records import Record
 from flowscope.sinks import protobufs, read_run
-from flowscope.views import write_report
+from flowscope.views.report import write_report
 
 TIMEOUT = 20_000
 

@@ -16,7 +16,8 @@ from flowscope.instruments import METRICS
 from flowscope.metrics import VIEWS, spec_of, told_by_0_1
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import Run, read_run
-from flowscope.views import assets, overview, report, series, write_report
+from flowscope.views import assets, overview, report, series
+from flowscope.views.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = float("nan")

@@ -41,11 +41,6 @@ class AppendFile:
                 "Pass another one: flowscope.watch(model, log_dir=...)."
             ) from error
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._handle is None
-
     def write(self, piece: bytes) -> None:
         """Append `piece`.
 
@@ -63,9 +58,6 @@ class AppendFile:
                 f"only {written} of {len(piece)} bytes fitted (disk full or size limit reached); they were taken back",
                 str(self.path),
             )
-
-    def flush(self) -> None:
-        """Nothing to do: each `write` reaches the file itself (tensorboard's `RecordWriter` asks for the method)."""
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""

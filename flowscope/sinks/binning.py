@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -34,11 +31,13 @@ def bin_means(values: NDArray[np.float64], bins: int) -> NDArray[np.float64]:
     length = values.shape[0]
     if length <= bins:
         return values
-    edges = np.arange(bins + 1) * length // bins
-    rows: list[NDArray[Any]] = []
-    for start, end in pairwise(edges.tolist()):
-        part = values[start:end]
-        seen = ~np.isnan(part)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rows.append(np.where(seen, part, 0.0).sum(axis=0) / seen.sum(axis=0))
-    return np.stack(rows)
+    starts, seen = np.arange(bins) * length // bins, ~np.isnan(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        sums = np.add.reduceat(np.where(seen, values, 0.0), starts)
+        means: NDArray[np.float64] = sums / np.add.reduceat(seen, starts, dtype=np.int64)
+    return means
+
+
+def shortened(name: str, most: int = 28) -> str:
+    """The end of a long module path, which is what tells neighbours apart."""
+    return name if len(name) <= most else f"...{name[3 - most :]}"

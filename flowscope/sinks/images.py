@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from flowscope.sinks.binning import bin_means
+from flowscope.sinks.binning import bin_means, shortened
 
 # viridis (Smith and van der Walt, 2015) at 9 equal distances: readable for the colour-blind and in print
 _ANCHORS = (
@@ -60,9 +60,7 @@ def heat_map(
         The bytes of a PNG.
     """
     cells = bin_means(bin_means(values, _PLOT).T, _PLOT).T
-    height, width = (_PLOT if n > _PLOT // 4 else max(1, min(_PLOT, 24 * n)) for n in cells.shape)
-    height = max(height, 120)
-    width = max(width, 240)
+    height, width = (max(least, min(_PLOT, 24 * n)) for n, least in zip(cells.shape, (120, 240), strict=True))
     picture = Image.new("RGB", (_LEFT + width + _RIGHT, _TOP + height + _BOTTOM), "white")
     plot = Image.fromarray(_colours(cells, limits)).resize((width, height), Image.Resampling.NEAREST)
     picture.paste(plot, (_LEFT, _TOP))
@@ -106,7 +104,7 @@ def _draw_y(draw: ImageDraw.ImageDraw, font: Font, axis: Axis, height: int) -> N
     for index in _ticks(count, max(2, height // 22)):
         middle = _TOP + (index + 0.5) * height / count
         draw.line((_LEFT - 5, middle, _LEFT - 1, middle), fill=_INK)
-        draw.text((_LEFT - 9, middle), _shortened(axis.names[index]), fill=_INK, font=font, anchor="rm")
+        draw.text((_LEFT - 9, middle), shortened(axis.names[index], 25), fill=_INK, font=font, anchor="rm")
     draw.text((12, _TOP + height + 34), axis.title, fill=_INK, font=font, anchor="lm")
 
 
@@ -151,8 +149,3 @@ def _draw_grey(draw: ImageDraw.ImageDraw, font: Font, size: tuple[int, int]) -> 
     draw.text((right, middle), "not seen", fill=_INK, font=font, anchor="rm")
     left = right - draw.textlength("not seen", font=font) - 18
     draw.rectangle((left, middle - 6, left + 12, middle + 6), fill=_GREY, outline=_INK)
-
-
-def _shortened(name: str, most: int = 25) -> str:
-    """The end of a long module path, which is what tells neighbours apart."""
-    return name if len(name) <= most else "..." + name[-(most - 3) :]

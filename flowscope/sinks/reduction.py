@@ -11,11 +11,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from flowscope.metrics import of_0_1
 from flowscope.records import Alert, Record, split_key
-
-LOGGED = tuple(name for name, metric in of_0_1().items() if metric.logged)
-"""The metrics that loggers get of a run that does not say which."""
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -8,18 +8,3 @@
 
 The browser gets JSON and never HTML: names of modules are untrusted text.
 """
-
-from __future__ import annotations
-
-from typing import Any
-
-__all__ = ["write_report"]
-
-
-def __getattr__(name: str) -> Any:
-    # TensorBoard imports this package for every user: the report is loaded where it is asked for
-    if name == "write_report":
-        from flowscope.views.report import write_report
-
-        return write_report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,17 +30,14 @@ def read(name: str) -> str:
 
 def joined(entry: str) -> str:
     """The module `entry` with all it imports, as one script."""
-    parts: list[str] = []
-    seen: set[str] = set()
+    parts: dict[str, str] = {}
 
     def add(name: str) -> None:
-        if name in seen:
-            return
-        seen.add(name)
         text = read(name)
         for imported in _IMPORT.findall(text):
-            add(imported)
-        parts.append(f"// {name}\n" + re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE))
+            if imported not in parts:
+                add(imported)
+        parts[name] = f"// {name}\n" + re.sub(r"^export ", "", _IMPORT.sub("", text), flags=re.MULTILINE)
 
     add(entry)
-    return "\n".join(parts)
+    return "\n".join(parts.values())

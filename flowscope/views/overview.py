@@ -150,15 +150,11 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if not standing:
         return {"severity": "ok", "text": "no alert stands" if spans else "no alert", **first}
     worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
-    rest = len(standing) - 1
-    more = f" (+{rest} more)" if rest else ""
-    text = f"{worst['kind']}{_at(worst)} since step {worst['step']}{more}"
+    at = f" at {worst['where']}" if worst["where"] else ""
+    more = f" (+{len(standing) - 1} more)" if len(standing) > 1 else ""
+    text = f"{worst['kind']}{at} since step {worst['step']}{more}"
     said = {"message": worst["message"], "advice": worst["advice"]}
     return {"severity": worst["severity"], "text": text, **said, **first}
-
-
-def _at(span: Mapping[str, Any]) -> str:
-    return f" at {span['where']}" if span["where"] else ""
 
 
 def facts(run: RunView) -> list[str]:

@@ -105,10 +105,8 @@ def report_payload(runs: Mapping[str, Run], title: str) -> dict[str, Any]:
     views = [_view(name, run, series[name]) for name, run in runs.items()]
     profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
     columns, rows = _fit(profiles)
-    data: dict[str, dict[str, Any]] = {}
-    for view in views:
-        keep = [alert.step for alert in view.alerts]
-        data[view.name] = {key: _embed(s, keep, columns, rows) for key, s in series[view.name].items()}
+    keep = {name: [alert.step for alert in run.alerts] for name, run in runs.items()}
+    data = {n: {key: _embed(s, keep[n], columns, rows) for key, s in found.items()} for n, found in series.items()}
     return {"title": title, **overview_payload(views), "series": data}
 
 

@@ -55,14 +55,12 @@ def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[st
     by_step = dict(points)
     if not by_step:
         raise ValueError("no record has it yet")
-    steps = sorted(by_step)
-    arrays = [np.atleast_1d(np.asarray(by_step[step], dtype=np.float64)) for step in steps]
-    fits = [i for i, array in enumerate(arrays) if array.shape == arrays[-1].shape]
-    values = np.stack([arrays[i] for i in fits])
-    rows = values.shape[1]
-    names = tuple(labels) if len(labels) == rows else tuple(f"row {i}" for i in range(rows))
-    chosen = np.asarray([steps[i] for i in fits], dtype=np.int64)
-    return Series(key, chosen, values, names, len(arrays) - len(fits), log)
+    arrays = {step: np.atleast_1d(np.asarray(by_step[step], dtype=np.float64)) for step in sorted(by_step)}
+    last = arrays[max(arrays)].shape
+    fits = {step: array for step, array in arrays.items() if array.shape == last}
+    names = tuple(labels) if len(labels) == last[0] else tuple(f"row {i}" for i in range(last[0]))
+    steps, values = np.asarray([*fits], dtype=np.int64), np.stack([*fits.values()])
+    return Series(key, steps, values, names, len(arrays) - len(fits), log)
 
 
 def thin_steps(steps: NDArray[np.int64], limit: int, keep: Sequence[int] = ()) -> NDArray[np.int64]:
@@ -73,9 +71,7 @@ def thin_steps(steps: NDArray[np.int64], limit: int, keep: Sequence[int] = ()) -
     count = len(steps)
     if count <= limit:
         return np.arange(count)
-    wanted = {0, count - 1}
-    for step in list(keep)[: limit // 4]:
-        wanted.add(int(np.abs(steps - step).argmin()))
+    wanted = {0, count - 1, *(int(np.abs(steps - step).argmin()) for step in keep[: limit // 4])}
     even = np.linspace(0, count - 1, limit - len(wanted)).round().astype(np.int64)
     return np.asarray(sorted(wanted | set(even.tolist())), dtype=np.int64)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -31,6 +30,7 @@ CACHE_BYTES = 256 * 2**20
 MANY = 10**6
 
 Environ = dict[str, Any]
+Names = list[str] | None
 
 
 class UnreadableError(Exception):
@@ -103,35 +103,30 @@ class TensorReader:
             while len(self._cache) > 1 and sum(s.values.nbytes for s in self._cache.values()) > CACHE_BYTES:
                 self._cache.popitem(last=False)
 
-    def _tags(self, environ: Environ, runs: list[str] | None = None, tags: list[str] | None = None) -> dict[str, Any]:
-        return self._asked(self._provider.list_tensors, environ, runs, tags)
+    def _tags(self, environ: Environ, runs: Names = None, tags: Names = None) -> dict[str, Any]:
+        return self._asked("list_tensors", environ, runs, tags)
 
     def _losses(self, environ: Environ, runs: list[str]) -> dict[str, list[tuple[int, float]]]:
-        ask = partial(self._provider.read_scalars, downsample=COLUMNS)
-        found = self._asked(ask, environ, runs, [LOSS], plugin="scalars")
+        found = self._asked("read_scalars", environ, runs, [LOSS], "scalars", downsample=COLUMNS)
         return {run: [(point.step, point.value) for point in of_run.get(LOSS, ())] for run, of_run in found.items()}
 
     def _read(self, environ: Environ, runs: list[str], tags: list[str], count: int) -> dict[str, Any]:
         """The last `count` points of each tag, by run and tag."""
         try:
-            return self._asked(partial(self._provider.read_tensors, downsample=count), environ, runs, tags)
+            return self._asked("read_tensors", environ, runs, tags, downsample=count)
         except errors.NotFoundError:
             return {}
 
-    @staticmethod
     def _asked(
-        ask: Callable[..., Any],
-        environ: Environ,
-        runs: list[str] | None,
-        tags: list[str] | None,
-        plugin: str = PLUGIN_NAME,
+        self, what: str, environ: Environ, runs: Names, tags: Names, plugin: str = PLUGIN_NAME, **how: int
     ) -> dict[str, Any]:
         """What the data provider answers, by run and tag."""
-        found = ask(
+        found = getattr(self._provider, what)(
             plugin_util.context(environ),
             experiment_id=plugin_util.experiment_id(environ),
             plugin_name=plugin,
             run_tag_filter=RunTagFilter(runs=runs, tags=tags),
+            **how,
         )
         return {run: dict(of_run) for run, of_run in found.items()}
 
