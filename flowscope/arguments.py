@@ -58,11 +58,14 @@ def check_model(model: Any) -> None:
 
 def folder(log_dir: Any) -> str | Path | None:
     """Return `log_dir`, the path of a folder or None."""
-    if log_dir is None or isinstance(log_dir, (str, Path)):
-        return log_dir
-    raise FlowscopeError(
-        f"watch(log_dir=...): got {type(log_dir).__name__} ({log_dir!r}), expected the path of a folder."
-    )
+    _expect(log_dir is None or isinstance(log_dir, (str, Path)), "log_dir", log_dir, "the path of a folder.")
+    return log_dir  # type: ignore[no-any-return]
+
+
+def _expect(fits: bool, argument: str, given: Any, wanted: str) -> None:
+    """Refuse what does not fit."""
+    if not fits:
+        raise FlowscopeError(f"watch({argument}=...): got {type(given).__name__} ({given!r}), expected {wanted}")
 
 
 def listed(given: Any) -> list[Any]:
@@ -74,51 +77,44 @@ def listed(given: Any) -> list[Any]:
 def alert_callbacks(on_alert: Any) -> list[AlertCallback]:
     """Return `on_alert` as a list of callables."""
     given = listed(on_alert)
+    wanted = "a callable that takes an Alert, or a list of them; on_alert=print prints them."
     for callback in given:
-        if not callable(callback):
-            raise FlowscopeError(
-                f"watch(on_alert=...): got {type(callback).__name__} ({callback!r}), expected a callable that takes an "
-                "Alert, or a list of them; on_alert=print prints them."
-            )
+        _expect(callable(callback), "on_alert", callback, wanted)
     return given
 
 
 def flow_paths(flows: Any) -> Sequence[str] | None:
     """Return `flows` as `find_flows` takes it."""
-    if flows is None or isinstance(flows, (str, list, tuple)):
-        return flows
-    raise FlowscopeError(
-        f"watch(flows=...): got {type(flows).__name__} ({flows!r}), expected a list of module paths, such as "
-        "['encoder.layers']; print(flowscope.find_flows(model)) shows the discovered ones."
+    wanted = (
+        "a list of module paths, such as ['encoder.layers']; print(flowscope.find_flows(model)) shows the discovered "
+        "ones."
     )
+    _expect(flows is None or isinstance(flows, (str, list, tuple)), "flows", flows, wanted)
+    return flows  # type: ignore[no-any-return]
 
 
 def gate_patterns(gates: Any) -> Sequence[str]:
     """Return `gates` as a list of patterns."""
     given = [gates] if isinstance(gates, str) else gates or ()
-    if not isinstance(given, (list, tuple)) or not all(isinstance(pattern, str) for pattern in given):
-        raise FlowscopeError(
-            f"watch(gates=...): got {type(gates).__name__} ({gates!r}), expected patterns of module paths, such as "
-            "['blocks.*.gate']."
-        )
+    fits = isinstance(given, (list, tuple)) and all(isinstance(pattern, str) for pattern in given)
+    _expect(fits, "gates", gates, "patterns of module paths, such as ['blocks.*.gate'].")
     return given
 
 
 def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
     """Return the sinks with the names under which their faults are reported."""
-    out: list[tuple[str, Sink]] = []
     if not isinstance(sinks, Iterable):
         raise FlowscopeError(
             f"watch(sinks=...): got {type(sinks).__name__}, expected a list of objects with write(event) and close()."
         )
-    for number, sink in enumerate(sinks):
-        if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
+    named = [(f"sink {type(sink).__name__} {number}", sink) for number, sink in enumerate(sinks)]
+    for number, (_, sink) in enumerate(named):
+        if not isinstance(sink, Sink):
             raise FlowscopeError(
                 f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with "
                 "write(event) and close()."
             )
-        out.append((f"sink {type(sink).__name__} {number}", sink))
-    return out
+    return named
 
 
 def own_detectors(detectors: Any) -> Sequence[Detector | type[Detector]]:

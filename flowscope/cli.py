@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -153,10 +154,10 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.writelines(encode_event(alert).decode() for alert in alerts)
     else:
-        steps = (
+        ends = (
             f"{len(run.records)} records, steps {run.records[0].step} to {run.records[-1].step}" if run.records else ""
         )
-        print(f"{arguments.run}: {steps or 'no record'}")
+        print(f"{arguments.run}: {ends or 'no record'}")
         print(diagnose(alerts))
     return int(any(alert.severity == "error" for alert in detectors.standing))
 
@@ -232,12 +233,8 @@ def run_names(paths: Sequence[str]) -> list[str]:
     folders = [folder.parent if folder.name == FILE_NAME else folder for folder in folders]
     if len(set(folders)) < len(folders):
         raise FlowscopeError(f"compare: got {' and '.join(paths)}, which are the same run; expected different ones.")
-    deepest = max(len(folder.parts) for folder in folders)
-    for count in range(1, deepest + 1):
-        names = ["/".join(folder.parts[-count:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
+    several = (["/".join(folder.parts[-count:]) for folder in folders] for count in itertools.count(1))
+    return next(names for names in several if len(set(names)) == len(names))
 
 
 def _read(path: str) -> Run:

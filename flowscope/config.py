@@ -105,10 +105,6 @@ def make_config(config: WatchConfig | dict[str, Any] | None) -> WatchConfig:
     Raises:
         FlowscopeError: an unknown key or a value out of range; the message lists the known keys.
     """
-    if config is None:
-        return WatchConfig()
-    if isinstance(config, WatchConfig):
-        return config
-    if not isinstance(config, dict):
+    if config is not None and not isinstance(config, (dict, WatchConfig)):
         raise FlowscopeError(f"watch(config=...): got {type(config).__name__}, expected a dict or WatchConfig.")
-    return WatchConfig.model_validate(config)
+    return WatchConfig.model_validate(config or {})

@@ -23,10 +23,6 @@ class Faults:
         """Whether a fault raises."""
         return os.environ.get("FLOWSCOPE_STRICT") == "1"
 
-    def alive(self, part: str) -> bool:
-        """Whether `part` has not failed."""
-        return part not in self.failed
-
     def report(self, part: str, error: BaseException) -> None:
         """Note that `part` failed with `error`: logged once, the part is off from now on."""
         if self.strict:

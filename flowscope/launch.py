@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from flowscope.scope import Scope
 
 
+NOTHING_WATCHED = (
+    "nothing was watched: no optimizer was made for the parameters of a model in this process. "
+    "(Processes that the script spawns itself are not followed; use torchrun -m flowscope run.)"
+)
+
+
 class Launch:
     """The scopes of one script: attached when an optimizer is made, closed and summarised when the script ends."""
 
@@ -54,21 +60,15 @@ class Launch:
         """Close the scopes and print their summaries to stderr; the script's stdout stays its own."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        writes = first_rank()
         for scope in self.scopes:
             summary = scope.summary()
             scope.close()
-            if first_rank():
+            if writes:
                 print(f"\n{summary}", file=sys.stderr)
-        if first_rank():
-            print(self._last_words(), file=sys.stderr)
-
-    def _last_words(self) -> str:
-        if not self.scopes:
-            return (
-                "flowscope: nothing was watched: no optimizer was made for the parameters of a model in this process. "
-                "(Processes that the script spawns itself are not followed; use torchrun -m flowscope run.)"
-            )
-        return f"flowscope: the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
+        last = f"the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
+        if writes:
+            print(f"flowscope: {last if self.scopes else NOTHING_WATCHED}", file=sys.stderr)
 
     # -- what the script constructs ------------------------------------------------------------------------------------
 

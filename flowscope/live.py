@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
@@ -59,22 +60,14 @@ def follow(
         position += len(whole)
         events: list[Event] = []
         for line in whole.splitlines():
-            event = _event(line, header)
-            if isinstance(event, RunHeader):
-                header = event
-            if event is not None:
-                events.append(event)
+            with suppress(*UNREADABLE):
+                event = decode_event(line, header)
+                header = event if isinstance(event, RunHeader) else header
+                if not (isinstance(event, Record) and "unsampled" in event.flags):
+                    events.append(event)
         yield events
         if len(fresh) < CHUNK:
             sleep(seconds)
-
-
-def _event(line: bytes, header: RunHeader | None) -> Event | None:
-    try:
-        event = decode_event(line, header)
-    except UNREADABLE:
-        return None
-    return None if isinstance(event, Record) and "unsampled" in event.flags else event
 
 
 def show(batches: Iterable[list[Event]], stream: TextIO) -> None:

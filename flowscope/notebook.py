@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flowscope.diagnosis import paired
 from flowscope.metrics import Metric, spec_of
 from flowscope.records import Alert, Record, RunHeader, metric_key
-from flowscope.sinks.binning import extent, log10
+from flowscope.sinks.binning import extent, log10, shortened
 
 FLOWS = 4
 ALERTS = 10
@@ -74,9 +74,8 @@ def _alerts(alerts: Sequence[Alert]) -> str:
     resolved = len(pairs) - len(standing)
     shown = standing[-ALERTS:]
     hidden = len(standing) - len(shown)
-    words = [f"{hidden} earlier ones stand too" if hidden else "", f"{resolved} resolved" if resolved else ""]
-    if not standing:
-        words.insert(0, "no alert stands")
+    words = ["" if standing else "no alert stands"]
+    words += [f"{hidden} earlier ones stand too" if hidden else "", f"{resolved} resolved" if resolved else ""]
     listed = f"<ul>{''.join(map(_alert, shown))}</ul>" if shown else ""
     return f"{listed}<div>{', '.join(filter(None, words))}</div>"
 
@@ -170,8 +169,8 @@ def _axes(low: float, high: float, log: bool, names: Sequence[str]) -> str:
     texts = [
         (LEFT - 4, TOP + 4, "end", _tick(high, log)),
         (LEFT - 4, foot + 4, "end", _tick(low, log)),
-        (LEFT, HEIGHT - 4, "start", _short(names[0])),
-        (right, HEIGHT - 4, "end", _short(names[-1])),
+        (LEFT, HEIGHT - 4, "start", shortened(names[0])),
+        (right, HEIGHT - 4, "end", shortened(names[-1])),
     ]
     frame = f'<path d="M{LEFT} {TOP}V{foot}H{right}" fill="none" stroke="currentColor" stroke-opacity=".4"/>'
     return frame + "".join(
@@ -181,10 +180,6 @@ def _axes(low: float, high: float, log: bool, names: Sequence[str]) -> str:
 
 def _tick(value: float, log: bool) -> str:
     return f"1e{value:.0f}" if log else f"{value:.3g}"
-
-
-def _short(name: str, limit: int = 28) -> str:
-    return name if len(name) <= limit else f"...{name[3 - limit :]}"
 
 
 def _lines(xs: NDArray[np.float64], ys: NDArray[np.float64]) -> str:

@@ -62,24 +62,18 @@ class Outlet:
             self.sinks.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
 
     def emit(self, event: Event) -> None:
-        """Send an event to every sink that has not failed."""
-        if self.closed:
-            return
-        self._told_unsampled = self._told_unsampled and not isinstance(event, Record)
-        for part, sink in self.sinks:
-            self._faults.guard(part, sink.write, event)
+        """Send an event to every sink that has not failed.
 
-    def emit_unsampled(self, record: Record) -> None:
-        """Send what the canary alone saw to the sinks that keep a run whole (`takes_unsampled`).
-
-        Once between two sampled records: a run that is lost writes no line a step.
+        What the canary alone saw goes to the sinks that keep a run whole (`takes_unsampled`), once between two sampled
+        records: a run that is lost writes no line a step.
         """
-        if self.closed or self._told_unsampled:
+        unsampled = isinstance(event, Record) and "unsampled" in event.flags
+        if self.closed or (unsampled and self._told_unsampled):
             return
-        self._told_unsampled = True
+        self._told_unsampled = unsampled or (self._told_unsampled and not isinstance(event, Record))
         for part, sink in self.sinks:
-            if getattr(sink, "takes_unsampled", False):
-                self._faults.guard(part, sink.write, record)
+            if not unsampled or getattr(sink, "takes_unsampled", False):
+                self._faults.guard(part, sink.write, event)
 
     def close(self) -> None:
         """Close the sinks."""
@@ -136,17 +130,15 @@ class Recorder:
         record.flow_names = tuple(flow.name for flow in self.header.flows)
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
-        if ended.snapshot is None:
-            self.outlet.emit_unsampled(record)
-            self._judge(record)
-            return
-        if (since := self._losses.take()) is not None:
-            record.metrics["step_losses"] = since
-        # an alert that only one rank raises would stop that one alone
-        judged = replace(record, metrics={**record.metrics}) if ended.unshared else record
-        record.metrics |= ended.unshared
-        self.records.append(record)
-        ended.loss.shown_in(record)
+        judged = record
+        if ended.snapshot is not None:
+            if (since := self._losses.take()) is not None:
+                record.metrics["step_losses"] = since
+            # an alert that only one rank raises would stop that one alone
+            judged = replace(record, metrics={**record.metrics}) if ended.unshared else record
+            record.metrics |= ended.unshared
+            self.records.append(record)
+            ended.loss.shown_in(record)
         self.outlet.emit(record)
         self._judge(judged)
 

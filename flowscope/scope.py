@@ -5,24 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
-from flowscope.arguments import (
-    AlertCallback,
-    WatchArguments,
-    alert_callbacks,
-    check_model,
-    flow_paths,
-    folder,
-    gate_patterns,
-    listed,
-    loss_value,
-    named_sinks,
-    own_detectors,
-    step_number,
-)
+from flowscope import arguments
+from flowscope.arguments import AlertCallback, WatchArguments
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import Detector
 from flowscope.errors import FlowscopeError
@@ -82,20 +70,20 @@ def watch(
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
     """
-    check_model(model)
+    arguments.check_model(model)
     return Scope(
         model,
         WatchArguments(
             optimizer=optimizer,
-            log_dir=folder(log_dir),
+            log_dir=arguments.folder(log_dir),
             schedule=make_schedule(every),
-            callbacks=alert_callbacks(on_alert),
-            sinks=named_sinks(sinks),
-            flows=flow_paths(flows),
-            gates=gate_patterns(gates),
+            callbacks=arguments.alert_callbacks(on_alert),
+            sinks=arguments.named_sinks(sinks),
+            flows=arguments.flow_paths(flows),
+            gates=arguments.gate_patterns(gates),
             scaler=scaler,
-            instruments=listed(instruments),
-            detectors=own_detectors(detectors),
+            instruments=arguments.listed(instruments),
+            detectors=arguments.own_detectors(detectors),
             config=make_config(config),
         ),
     )
@@ -157,10 +145,8 @@ class Scope:
         for number, callback in enumerate(callbacks):
             if callable(bind := getattr(callback, "bind", None)):
                 self._faults.guard(f"on_alert callback {number}", bind, self)
-            if callable(getattr(callback, "write", None)) and callable(getattr(callback, "close", None)):
-                self._recorder.outlet.sinks.append(
-                    (f"action {type(callback).__name__} {number}", cast("Sink", callback))
-                )
+            if isinstance(callback, Sink):
+                self._recorder.outlet.sinks.append((f"action {type(callback).__name__} {number}", callback))
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
@@ -177,7 +163,7 @@ class Scope:
             FlowscopeError: the scope is closed, `loss` is neither a tensor nor a number, or `step` no step number.
         """
         driver = self._open("step")
-        value, number = loss_value(loss), step_number(step)
+        value, number = arguments.loss_value(loss), arguments.step_number(step)
         driver.mark()
         driver.told(value, number)
         self._recorder.raise_stop()
@@ -218,7 +204,7 @@ class Scope:
 
     def give_loss(self, loss: Tensor) -> None:
         """A loss of the step under way, for launchers that see the backward itself; never ends a step."""
-        if self._driver is not None and (value := loss_value(loss)) is not None:
+        if self._driver is not None and (value := arguments.loss_value(loss)) is not None:
             self._driver.losses.under_way.give(value)
 
     def use_scaler(self, scaler: Any) -> None:

@@ -131,11 +131,7 @@ def _load_module(name: str, asked: str) -> tuple[types.CodeType, types.ModuleTyp
         spec = None
     finally:
         sys.path.pop(0)
-    code = (
-        spec.loader.get_code(spec.name)
-        if spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader)
-        else None
-    )
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, importlib.abc.InspectLoader) else None
     if spec is None or code is None:
         raise FlowscopeError(
             f"flowscope {asked} -m: there is no module {name!r} that can be run; expected what python -m runs."

@@ -11,6 +11,9 @@ from flowscope.diagnosis import diagnose
 from flowscope.records import Alert, Record, RunHeader, few, metric_key
 from flowscope.sinks.console import sparkline
 
+NEVER_RAN = "never called (module.forward(x) instead of module(x), a fused path, or unused)"
+NO_GRADIENT = "never got a gradient"
+
 
 def summarize(
     header: RunHeader, records: Sequence[Record], alerts: Sequence[Alert], failed: Mapping[str, str], plan: Any
@@ -27,8 +30,8 @@ def summarize(
         if product is not None:
             lines.append(f"  {flow.name} ({flow.kind}, {len(flow.points)} points): {_profile(product, flow.points)}")
     lines += [f"  {line}" for line in diagnose(alerts).splitlines()]
-    lines += _never_ran(header, records)
-    lines += _without_gradient(records)
+    for words, names in ((NEVER_RAN, _never_ran(header, records)), (NO_GRADIENT, _without_gradient(records))):
+        lines += [f"  {words}: {few(names)}"] * bool(names)
     lines += [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
     return "\n".join(lines)
 
@@ -49,9 +52,7 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
         held = [calls for calls in held if len(calls) == len(flow.points)]
         if held:
             names += [point for point, calls in zip(flow.points, np.sum(held, axis=0), strict=True) if calls == 0]
-    if not names:
-        return []
-    return [f"  never called (module.forward(x) instead of module(x), a fused path, or unused): {few(names)}"]
+    return names
 
 
 def _without_gradient(records: Sequence[Record]) -> list[str]:
@@ -59,7 +60,4 @@ def _without_gradient(records: Sequence[Record]) -> list[str]:
     if not held:
         return []
     never = np.all([np.isnan(r["param_grad_norm"]) & (r["param_trainable"] == 1) for r in held], axis=0)
-    names = [name for name, missing in zip(held[-1].labels("param_grad_norm"), never, strict=True) if missing]
-    if not names:
-        return []
-    return [f"  never got a gradient: {few(names)}"]
+    return [name for name, missing in zip(held[-1].labels("param_grad_norm"), never, strict=True) if missing]

@@ -134,18 +134,19 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _is_on_stack(function: str, file: str) -> bool:
+    codes = (frame.f_code for frame in _callers())
+    return any(code.co_name == function and code.co_filename.endswith(file) for code in codes)
+
+
 def in_compiled_call() -> bool:
     """Whether what runs was called through torch.compile; tried on torch 2.13.0."""
-    return compiler_was_imported() and any(
-        frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py")
-        for frame in _callers()
-    )
+    return compiler_was_imported() and _is_on_stack("compile_wrapper", "eval_frame.py")
 
 
 def in_reentrant_checkpoint() -> bool:
     """Whether a reentrant checkpoint runs a backward pass of its own on the stack."""
-    codes = (frame.f_code for frame in _callers())
-    return any(code.co_name == "backward" and code.co_filename.endswith("checkpoint.py") for code in codes)
+    return _is_on_stack("backward", "checkpoint.py")
 
 
 def steps_on_stack(optimizer: Any) -> int:

@@ -67,7 +67,7 @@ class Observation:
         # the last one first: statistics per point stand behind the flows at whose points they are measured
         for instrument in reversed(self.instruments):
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
-        self.instruments = [instrument for instrument in self.instruments if self.faults.alive(instrument.fuse)]
+        self.instruments = [i for i in self.instruments if i.fuse not in self.faults.failed]
         self._told = {event: [(i.fuse, getattr(i, event)) for i in self._hearing(event)] for event in EVENTS}
         self._weighs = any("parameters" in i.families or not i.families for i in self.instruments)
         """Whether any of them may look at the parameters."""
