@@ -22,6 +22,8 @@ from flowscope.hooks.canary import Canary
 from flowscope.torch_internals import at_end_of_backward, is_batched, is_view, no_training_pass, run_uncompiled
 from flowscope.torch_internals import in_backward as in_backward
 
+Observe = Callable[..., None]
+
 
 class Mask:
     """While `on`, no hook counts: slow probes and `jacobian_spectrum` run the model without being observed."""
@@ -65,7 +67,7 @@ ALWAYS = Switch(sampling=True)
 class Hook:
     """A module hook: guarded, and replaced by an inert standard-library method in any copy or pickle of the model."""
 
-    def __init__(self, part: str, observe: Callable[..., None], faults: Faults, switch: Switch | None = None) -> None:
+    def __init__(self, part: str, observe: Observe, faults: Faults, switch: Switch | None = None) -> None:
         self.part, self.observe, self.faults = part, observe, faults
         self.failed = faults.failed
         self.switch = switch or ALWAYS
@@ -86,10 +88,6 @@ class Hook:
         """A copied or saved model keeps `nullcontext().__exit__`, which takes any arguments and returns None."""
         return getattr, (contextlib.nullcontext(), "__exit__")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See `__reduce__`."""
-        return contextlib.nullcontext().__exit__
-
 
 run_uncompiled(Hook.__call__.__code__)
 
@@ -97,11 +95,11 @@ run_uncompiled(Hook.__call__.__code__)
 class ParameterHook:
     """A hook on a parameter, and its handle. The parameter does not keep it alive: Python could not free the cycle."""
 
-    def __init__(self, hook: Hook, register: Callable[[Callable[..., None]], Any]) -> None:
+    def __init__(self, hook: Hook, register: Callable[[Observe], Any]) -> None:
         self.hook = hook
         self.handle = register(self._weak())
 
-    def _weak(self) -> Callable[..., None]:
+    def _weak(self) -> Observe:
         reference = weakref.ref(self.hook)
 
         def call(*args: Any) -> None:
@@ -142,13 +140,7 @@ class Hooks:
             LOGGER.warning("flowscope: %s.", sentence)
 
     def before(
-        self,
-        module: nn.Module,
-        part: str,
-        observe: Callable[..., None],
-        switch: Switch | None = None,
-        *,
-        first: bool = False,
+        self, module: nn.Module, part: str, observe: Observe, switch: Switch | None = None, *, first: bool = False
     ) -> Any:
         """Call `observe(module, args, kwargs)` before each forward of `module`; returns the removable handle.
 
@@ -158,13 +150,7 @@ class Hooks:
         return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
 
     def after(
-        self,
-        module: nn.Module,
-        part: str,
-        observe: Callable[..., None],
-        switch: Switch | None = None,
-        *,
-        always: bool = False,
+        self, module: nn.Module, part: str, observe: Observe, switch: Switch | None = None, *, always: bool = False
     ) -> Any:
         """Call `observe(module, args, kwargs, output)` after each forward of `module`; likewise.
 
@@ -173,16 +159,12 @@ class Hooks:
         hook = Hook(part, observe, self.faults, switch)
         return self.keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
-    def before_accumulation(
-        self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
-    ) -> Any:
+    def before_accumulation(self, parameter: Tensor, part: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""
         hook = Hook(part, observe, self.faults, switch)
         return self.keep(ParameterHook(hook, parameter.register_hook))
 
-    def after_accumulation(
-        self, parameter: Tensor, part: str, observe: Callable[..., None], switch: Switch | None = None
-    ) -> Any:
+    def after_accumulation(self, parameter: Tensor, part: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(parameter)` after each backward pass that added to `parameter.grad`; likewise."""
         hook = Hook(part, observe, self.faults, switch)
         return self.keep(ParameterHook(hook, parameter.register_post_accumulate_grad_hook))
@@ -270,18 +252,15 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return _register(x, first)
 
 
-def _is_batched(gradient: Tensor) -> bool:
-    """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
-    return not torch.compiler.is_compiling() and is_batched(gradient)
-
-
 def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:
     failed = faults.failed
 
     def hook(gradient: Tensor | None) -> None:
         # a compiled graph's output that no loss uses gets None
-        if gradient is None or MASK.on or part in failed or _is_batched(gradient):
+        if gradient is None or MASK.on or part in failed:
             return
+        if not torch.compiler.is_compiling() and is_batched(gradient):
+            return  # a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once
         try:
             deposit(gradient.detach())
         except Exception as error:

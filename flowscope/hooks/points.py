@@ -94,23 +94,11 @@ class PointMeasure:
 
 
 class Statistic(Protocol):
-    """Sums of a hidden state and of its gradient; the columns of the second follow those of the first."""
-
-    columns: int
-    gradient_powers: tuple[int, ...]
-    """One a column of the gradient's sums: the power of the gradient that is added up in it (0: a count)."""
-
-    def sums(self, x: Tensor) -> Sums:
-        """[columns] of a hidden state."""
-
-    def gradient_sums(self, gradient: Tensor) -> Sums:
-        """[len(gradient_powers)] of its gradient."""
-
-
-class FurtherStatistic(Statistic, Protocol):
-    """One that makes its own metric of the sums: `flowscope.instruments.PointStatistic`."""
+    """`flowscope.instruments.PointStatistic`: sums of a hidden state and its gradient, and its own metric of them."""
 
     name: ClassVar[str]
+    columns: int
+    gradient_powers: tuple[int, ...]
     maxima: int
     """So many of its sums, the last, are no sums: the largest of all calls counts."""
 
@@ -121,71 +109,77 @@ class FurtherStatistic(Statistic, Protocol):
     def look(self, point: Point) -> Tensor:
         """[columns] of a hidden state."""
 
+    def gradient_sums(self, gradient: Tensor) -> Tensor:
+        """[len(gradient_powers)] of its gradient."""
+
     def values(self, rows: Array) -> Array | Mapping[str, Array]:
         """[P] of [P, columns of both]; of several metrics, each by its name."""
 
 
 class AddedUp(PointMeasure):
-    """A statistic whose sums are added up in the rows of a buffer, from column `at` on."""
+    """Sums of a hidden state and of its gradient, in the rows of a buffer from column `at` on; `look` gives the first.
 
-    def __init__(self, statistic: Statistic, buffer: DepositBuffer, at: int) -> None:
-        self.statistic, self.buffer, self.at = statistic, buffer, at
+    Attributes:
+        columns: how many sums of the hidden state; those of the gradient follow.
+        gradient_powers: one a column of the gradient's: the power of it that is added up there (0: a count).
+    """
 
-    def look(self, point: Point) -> Sums | None:
-        """The forward's sums."""
-        return self.statistic.sums(point.x)
+    columns: int
+    gradient_powers: tuple[int, ...]
 
-    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
-        """Add the forward's sums and the gradient's."""
-        backward = self.of_gradient(gradient) if gradient is not None and self.statistic.gradient_powers else None
-        if isinstance(seen, tuple) and isinstance(backward, tuple):
-            self.buffer.add(row, self.at, seen + backward)  # their columns are neighbours
-            return
-        for at, sums in ((self.at, seen), (self.at + self.statistic.columns, backward)):
-            if sums is not None:
-                self.buffer.add(row, at, sums)
+    def __init__(self, buffer: DepositBuffer, at: int) -> None:
+        self.buffer, self.at = buffer, at
 
     def of_gradient(self, gradient: Tensor) -> Sums | None:
         """The gradient's sums."""
-        return self.statistic.gradient_sums(gradient)
+
+    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
+        """Add the forward's sums and the gradient's."""
+        backward = self.of_gradient(gradient) if gradient is not None and self.gradient_powers else None
+        if isinstance(seen, tuple) and isinstance(backward, tuple):
+            self.buffer.add(row, self.at, seen + backward)  # their columns are neighbours
+            return
+        for at, sums in ((self.at, seen), (self.at + self.columns, backward)):
+            if sums is not None:
+                self.buffer.add(row, at, sums)
 
     def hide(self, row: int, *, entry: bool) -> None:
         """The gradient's sums are not seen; at the entry x itself is only read when the gradient arrives."""
-        columns = self.statistic.columns
-        for column in range(0 if entry else columns, columns + len(self.statistic.gradient_powers)):
+        for column in range(0 if entry else self.columns, self.columns + len(self.gradient_powers)):
             self.buffer.hide(row, self.at + column)
 
 
 class Stranger(AddedUp):
     """A statistic that is not ours: its faults switch off it alone, and what it returns is checked."""
 
-    def __init__(self, statistic: FurtherStatistic, buffer: DepositBuffer, at: int, faults: Faults) -> None:
-        super().__init__(statistic, buffer, at)
+    def __init__(self, statistic: Statistic, buffer: DepositBuffer, at: int, faults: Faults) -> None:
+        super().__init__(buffer, at)
+        self.columns, self.gradient_powers = statistic.columns, statistic.gradient_powers
         self._stranger, self._faults = statistic, faults
 
     def look(self, point: Point) -> Sums | None:
         """The forward's sums, None where it failed."""
-        return self._sums(self._stranger.look, point, point.x, self.statistic.columns)
+        return self._sums(self._stranger.look, point, point.x, self.columns)
 
     def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
         """Likewise; what are maxima is not added."""
         if seen is not None and (maxima := self._stranger.maxima):
-            self.buffer.raise_to(row, self.at + self.statistic.columns - maxima, seen[-maxima:])
+            self.buffer.raise_to(row, self.at + self.columns - maxima, seen[-maxima:])
             seen = seen[:-maxima]
         super().deposit(key, row, seen, gradient)
 
     def of_gradient(self, gradient: Tensor) -> Sums | None:
         """Likewise of the gradient."""
-        return self._sums(self.statistic.gradient_sums, gradient, gradient, len(self.statistic.gradient_powers))
+        return self._sums(self._stranger.gradient_sums, gradient, gradient, len(self.gradient_powers))
 
-    def _sums(self, function: Callable[[Any], Sums], given: Any, x: Tensor, count: int) -> Sums | None:
+    def _sums(self, function: Callable[[Any], Tensor], given: Any, x: Tensor, count: int) -> Sums | None:
         with torch.no_grad(), full_precision(x):
             if is_compiling():  # a fault breaks the graph there, and the hook with it
                 return self._checked(function, given, count)
             sums: Tensor | None = self._faults.guard(self._stranger.fuse, self._checked, function, given, count)
         return sums.double().numpy() if sums is not None and sums.is_cpu else sums
 
-    def _checked(self, function: Callable[[Any], Sums], given: Any, count: int) -> Tensor:
+    def _checked(self, function: Callable[[Any], Tensor], given: Any, count: int) -> Tensor:
         sums = torch.as_tensor(function(given))
         if sums.shape != (count,):
             raise FlowscopeError(
@@ -201,7 +195,7 @@ class Stranger(AddedUp):
             out.add(name, metric, flow.labels)
 
     def _values(self, rows: Array) -> dict[str, Array]:
-        stop = self.at + self.statistic.columns + len(self.statistic.gradient_powers)
+        stop = self.at + self.columns + len(self.gradient_powers)
         with np.errstate(all="ignore"):
             found = self._stranger.values(rows[:, self.at : stop].copy())
         named = found if isinstance(found, Mapping) else {self._stranger.name: found}
@@ -290,8 +284,8 @@ class Deposits:
         powers = np.zeros(self.buffer.columns)
         for measure in self.measures:
             if isinstance(measure, AddedUp):
-                at = measure.at + measure.statistic.columns
-                powers[at : at + len(measure.statistic.gradient_powers)] = measure.statistic.gradient_powers
+                at = measure.at + measure.columns
+                powers[at : at + len(measure.gradient_powers)] = measure.gradient_powers
         return powers
 
     def forget(self) -> None:

@@ -45,7 +45,7 @@ class BranchAlignment(Instrument):
     )
 
     def __init__(self, flow: Flow) -> None:
-        self._flow = flow
+        self._flow, self.fuse = flow, f"{self.name} {flow.name}"
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seen: dict[int, Tensor] = {}
 
@@ -54,11 +54,6 @@ class BranchAlignment(Instrument):
         """One a flow of blocks, where it is asked for."""
         return [cls(flow) for flow in view.flows if config.branch_alignment and flow.kind in ("blocks", "stage")]
 
-    @property
-    def fuse(self) -> str:
-        """That of the flow."""
-        return f"{self.name} {self._flow.name}"
-
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the blocks."""
         self._switch = hooks.switch
@@ -66,7 +61,7 @@ class BranchAlignment(Instrument):
             hooks.after(view.model.get_submodule(path), self.fuse, partial(self._after, index), hooks.switch)
 
     def _after(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not (self._switch.sampling and self._switch.slow) or self._switch.paused or index in self._seen:
+        if not self._switch.slow or self._switch.paused or index in self._seen:
             return
         if is_compiling() or in_backward() or not torch.is_grad_enabled():
             return

@@ -89,7 +89,6 @@ class NormGaps(Instrument):
             hooks.after(probe.module, self.fuse, partial(self._after, probe), hooks.switch)
 
     def _after(self, probe: NormProbe, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        del output
         if self._switch.paused or is_compiling() or not module.training or not torch.is_grad_enabled():
             return
         x = next(floating_tensors((args, kwargs)), None)

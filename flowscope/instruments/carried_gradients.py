@@ -52,7 +52,6 @@ class CarriedGradients:
 
     def _arrives(self, number: int, parameter: Tensor, gradient: Tensor) -> None:
         """A gradient was made; whether it is added to `.grad` is not said (`torch.autograd.grad` only returns it)."""
-        del gradient
         known = self.norms.get(number)
         if self._switch.paused or is_compiling() or (isinstance(known, float) and known == 0.0):
             return
@@ -64,7 +63,6 @@ class CarriedGradients:
             self._waiting[number] = norms([entries(held)])[0]
 
     def _added(self, number: int, parameter: Tensor) -> None:
-        del parameter
         if (found := self._waiting.pop(number, None)) is None or self._switch.paused:
             return
         known = self.norms.get(number, found)

@@ -85,7 +85,6 @@ class Gates(Instrument):
     # -- which candidates are gates -----------------------------------------------------------------------------------
 
     def _opens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        del module, args, kwargs
         if not is_compiling() and not in_backward():
             self._calls.clear()
             self._overlaid.clear()
@@ -107,7 +106,6 @@ class Gates(Instrument):
 
     def _decide(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The model has run: which candidates are gates, for good."""
-        del module, args, kwargs
         if is_compiling() or self._switch.paused or not self._candidates.keys() & {*self._calls.values()}:
             return
         uses = products.uses_of(floating_tensors(output), set(self._calls))
@@ -136,7 +134,7 @@ class Gates(Instrument):
 
     def _after(self, row: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         gate = hidden_output(output, None)
-        if gate is None or not self._switch.sampling or self._switch.paused or not gate.requires_grad:
+        if gate is None or self._switch.paused or not gate.requires_grad:
             return
         if self._candidates and not self._may_be(row, gate):
             return

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from flowscope.hooks.points import AddedUp, FlowStep
+from flowscope.hooks.points import AddedUp, FlowStep, Point
 from flowscope.metrics import Metric
 from flowscope.record_builder import RecordBuilder
 from flowscope.sums import point_metrics, statistics
@@ -67,27 +67,23 @@ METRICS = (
 )
 
 
-class Norms:
+class Norms(AddedUp):
     """Sum of squares, non-finite entries, and number of entries of x; of dL/dx, the last is its number of gradients."""
 
     columns = 3
-    gradient_powers: tuple[int, ...] = (2, 0, 0)
+    gradient_powers = (2, 0, 0)
 
-    def sums(self, x: Tensor) -> Sums:
+    def look(self, point: Point) -> Sums:
         """[3] of a hidden state."""
-        return statistics.head(x, float(x.numel()))
+        return statistics.head(point.x, float(point.x.numel()))
 
-    def gradient_sums(self, gradient: Tensor) -> Sums:
+    def of_gradient(self, gradient: Tensor) -> Sums:
         """[3] of its gradient."""
         return statistics.head(gradient, 1.0)
 
-
-class AddedNorms(AddedUp):
-    """The norms in the rows of a buffer, and the calls of their points."""
-
     def hide(self, row: int, *, entry: bool) -> None:
         """Only the squares are wrong: how often a gradient came is known."""
-        self.buffer.hide(row, self.at + self.statistic.columns)
+        self.buffer.hide(row, self.at + self.columns)
         if entry:
             self.buffer.hide(row, self.at)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -72,12 +73,11 @@ class Instrument:
     @classmethod
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
         """The instruments of this class that a model asks for: one, or one a flow, or none."""
-        del view, config
         return [cls()]
 
-    @property
+    @cached_property
     def fuse(self) -> str:
-        """What a fault of it switches off (`faults.guard`)."""
+        """What a fault of it switches off (`faults.guard`); one of several of a class gives itself its own."""
         return self.name
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
@@ -151,7 +151,6 @@ class Instrument:
 
     def expects(self, part: str) -> bool:
         """Whether a part of the all-reduce vector that the ranks once had in common may still come."""
-        del part
         return True
 
     def replicated(self) -> NDArray[np.bool_] | None:

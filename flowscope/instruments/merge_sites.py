@@ -91,7 +91,7 @@ class MergeSites(SitesOfAFlow):
     name = "sites"
 
     def __init__(self, connections: Sequence[tuple[str, Any]], flow: str, config: WatchConfig) -> None:
-        self.flow = flow
+        self.flow, self.fuse = flow, f"sites {flow}"
         sites = [(path, connection, site) for path, connection in connections for site in range(connection.sites)]
         self.labels = [f"{display_path(path.rpartition('.')[0])}#{site}" for path, _, site in sites]
         self.owners = [(connection, site) for _, connection, site in sites]
@@ -113,11 +113,6 @@ class MergeSites(SitesOfAFlow):
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
         """One a wrapped flow."""
         return [cls(group, name, config) for name, group in group_by_flow(view.connections, view.flows)]
-
-    @property
-    def fuse(self) -> str:
-        """That of the flow."""
-        return f"sites {self.flow}"
 
     def attach(self, view: ModelView | None, hooks: Hooks) -> None:
         """Let the connections show what they declare."""
@@ -256,16 +251,13 @@ def group_of(path: str, connection: Any) -> Group:
 
 def grad_norms(groups: Sequence[Group], norms: dict[str, float]) -> dict[str, tuple[Array, list[str]]]:
     """connection_grad_norm and connection_grad_norm_generators per connection, from the parameters' gradient norms."""
-    if not groups:
-        return {}
-    labels = [label for label, _, _ in groups]
 
     def joint(names: Sequence[str]) -> float:
         values = [norms[name] for name in names if not np.isnan(norms.get(name, np.nan))]
-        return float(np.sqrt(np.sum(np.square(values)))) if values else float("nan")
+        return float(np.sqrt(np.sum(np.square(values)))) if values else np.nan
 
-    out = {"connection_grad_norm": (np.array([joint(static) for _, static, _ in groups]), labels)}
-    if any(generators for _, _, generators in groups):
-        values = np.array([joint(generators) for _, _, generators in groups])
-        out["connection_grad_norm_generators"] = (values, labels)
-    return out
+    labels = [label for label, _, _ in groups]
+    kinds = {"connection_grad_norm": [static for _, static, _ in groups]}
+    if any(generators := [generators for *_, generators in groups]):
+        kinds["connection_grad_norm_generators"] = generators
+    return {name: (np.array([joint(names) for names in of]), labels) for name, of in kinds.items() if groups}

@@ -28,7 +28,7 @@ from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
 from flowscope.records import FlowLayout
 from flowscope.sums import point_metrics
-from flowscope.sums.statistics import COLUMNS, GRAD_SQUARE, SQUARE, Sums, head, wide
+from flowscope.sums.statistics import COLUMNS, Sums, head
 from flowscope.torch_internals import sequence_number
 
 SOLVED = "ODE"
@@ -58,18 +58,13 @@ class OdeStates(Instrument):
     families = ("flow", "depth")
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        self._path, self._module = path, module
+        self._path, self._module, self.fuse = path, module, f"trajectory {display_path(path)}"
         self._solves: list[_Solve] = []
 
     @classmethod
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
         """One a right-hand side."""
         return [cls(path, module) for path, module in view.dynamics if path]
-
-    @property
-    def fuse(self) -> str:
-        """That of the right-hand side."""
-        return f"trajectory {display_path(self._path)}"
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at where it is evaluated."""
@@ -166,18 +161,14 @@ def _table(evaluations: list[_Evaluation]) -> Tensor | None:
     if len(evaluations) < 2 or all(evaluation.backward is None for evaluation in evaluations):
         return None
     states = states_of([e.number for e in evaluations], [e.parents for e in evaluations])
-    rows = [_row(evaluations[index]) for index in states]
-    return torch.stack(rows)
+    return torch.stack([_row(evaluations[index]) for index in states])
 
 
 def _row(evaluation: _Evaluation) -> Tensor:
+    """[COLUMNS]: the norms of y, behind them those of dL/dy, and nothing else."""
     forward = _tensor(evaluation.forward)
-    row = forward.new_zeros(COLUMNS, dtype=wide(forward.device))
-    row[SQUARE : SQUARE + forward.shape[0]] = forward
-    if evaluation.backward is not None:
-        backward = _tensor(evaluation.backward)
-        row[GRAD_SQUARE : GRAD_SQUARE + backward.shape[0]] = backward
-    return row
+    backward = torch.zeros_like(forward) if evaluation.backward is None else _tensor(evaluation.backward)
+    return nn.functional.pad(torch.cat([forward, backward]), (0, COLUMNS - 2 * len(forward)))
 
 
 def _tensor(sums: Sums) -> Tensor:

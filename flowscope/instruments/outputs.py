@@ -69,7 +69,6 @@ class Outputs(Instrument):
             self._hooks.on_gradient(x, self.fuse, partial(self._deposit, sums), "output")
 
     def _deposit(self, sums: Tensor, gradient: Tensor) -> None:
-        del gradient
         if not self._switch.paused:
             self._sums = sums if self._sums is None or self._sums.device != sums.device else self._sums + sums
 

@@ -22,7 +22,7 @@ from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
 from flowscope.instruments.cosines import METRICS as COSINES
 from flowscope.instruments.cosines import Cosines
 from flowscope.instruments.gradient_flow import METRICS as GRADIENT_FLOW
-from flowscope.instruments.gradient_flow import AddedNorms, Norms
+from flowscope.instruments.gradient_flow import Norms
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.merge_sites import group_by_flow
 from flowscope.instruments.point_rows import PointRows
@@ -85,7 +85,7 @@ class PointFlows(Instrument):
 
     def _measures(self, flow: Flow, hooks: Hooks, *, streams: bool) -> list[PointMeasure]:
         """What is measured at the points of a flow, in the order of the record."""
-        measures: list[PointMeasure] = [AddedNorms(Norms(), self.buffer, SQUARE)]
+        measures: list[PointMeasure] = [Norms(self.buffer, SQUARE)]
         depth = "depth" in self._config.metrics and flow.kind in ("blocks", "stage", "chain", "concat") and not streams
         if depth:
             limit, first = self._config.positions, flow.entry is None

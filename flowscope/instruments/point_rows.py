@@ -77,7 +77,6 @@ class PointRows:
 
     def parts(self, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
         """The rows known from the structure as one part, each further call as one of its own."""
-        del agreed
         count = max((t.shape[0] for t in self._tensors), default=0)
         total = np.zeros((count, self._columns))
         places = [

@@ -78,7 +78,6 @@ class PointStatistic(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """From now on it is measured at every point."""
-        del view
         hooks.statistics.append(self)
 
     def look(self, point: Point) -> Tensor:

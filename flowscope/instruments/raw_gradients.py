@@ -67,7 +67,6 @@ class RawGradients:
         self._triggers = [(i, p, accumulated(p, self.PART, self._arrived, self._switch)) for i, p in chosen.items()]
 
     def _arrived(self, parameter: Tensor) -> None:
-        del parameter
         task = backward_under_way()
         if self._switch.paused or is_compiling() or task in (-1, self._task):
             return

@@ -22,6 +22,7 @@ from flowscope.hooks.hooks import Hooks, masked
 from flowscope.instruments.fused_replay import Replay, replay_gradients
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.model.hidden_state import is_compiling
+from flowscope.model.nested import map_tensors
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
@@ -41,7 +42,7 @@ class RecurrentFlow(Instrument):
     counts_canary = True
 
     def __init__(self, flow: Flow, module: nn.RNNBase) -> None:
-        self._flow = flow
+        self._flow, self.fuse = flow, f"flow {flow.name}"
         self._rnn = self._layer = module
         self._call: tuple[Any, Any] | None = None
         self._gradients: dict[str, Tensor] = {}
@@ -52,11 +53,6 @@ class RecurrentFlow(Instrument):
         """One a fused layer."""
         layers = [(flow, view.model.get_submodule(flow.outputs[0])) for flow in view.flows if flow.fused]
         return [cls(flow, layer) for flow, layer in layers if isinstance(layer, nn.RNNBase)]
-
-    @property
-    def fuse(self) -> str:
-        """That of the flow."""
-        return f"flow {self._flow.name}"
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the layer."""
@@ -76,7 +72,7 @@ class RecurrentFlow(Instrument):
         given = args[0] if args else kwargs["input"]
         # a step with a closure ends after its weights have changed
         self._layer = _with_own_weights(self._rnn) if self._switch.in_closure else self._rnn
-        self._call = (_detached(given), _detached(args[1] if len(args) > 1 else kwargs.get("hx")))
+        self._call = map_tensors((given, args[1] if len(args) > 1 else kwargs.get("hx")), Tensor.detach)
         hidden, cell = last if isinstance(last, tuple) else (last, None)
         for name, tensor in (("output", x), ("hidden", hidden), ("cell", cell)):
             if tensor is not None:
@@ -151,11 +147,3 @@ def _with_own_weights(rnn: nn.RNNBase) -> nn.RNNBase:
     weights = {name: nn.Parameter(p.detach().clone(), False) for name, p in rnn._parameters.items() if p is not None}
     twin.__dict__.update({**rnn.__dict__, "_parameters": weights})
     return twin
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, PackedSequence):
-        return value._replace(data=value.data.detach())
-    return tuple(_detached(v) for v in value) if isinstance(value, tuple) else value

@@ -96,7 +96,6 @@ class Routing(Instrument):
             hooks.after(router.module, self.fuse, partial(self._after, row, router), hooks.switch)
 
     def _after(self, row: int, router: Router, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        del args, kwargs
         if self._switch.paused or not module.training or not torch.is_grad_enabled():
             return
         with torch.no_grad():

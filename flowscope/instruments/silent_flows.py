@@ -29,7 +29,6 @@ class SilentFlows(Instrument):
         return Taken(self.name, [], self._read)
 
     def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
-        del parts
         names, norms = out.entries("param_grad_norm")
         for at, layout in enumerate(out.layouts):
             paths, flow = self._paths.get(layout.name, ()), layout.name if at else None

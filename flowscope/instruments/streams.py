@@ -48,9 +48,8 @@ class KnownStreams(SitesOfAFlow):
 
     def __init__(self, connections: Sequence[KnownConnection], flow: str, positions: int) -> None:
         self._connections, self.flow, self._positions = connections, flow, positions
+        self.fuse = f"streams {flow}"
         self._side, self.labels = connections[0].streams, [display_path(c.path) for c in connections]
-        self._mix, self._write = slice(0, 1 + self._side**2), slice(1 + self._side**2, 2 + self._side + self._side**2)
-        self._cosine = slice(self._write.stop, self._write.stop + 2)
         self.groups = [_group(connection) for connection in connections]
 
     @classmethod
@@ -60,15 +59,10 @@ class KnownStreams(SitesOfAFlow):
         found = by_flow(view.hyper_connections, view.flows)
         return [cls(group, name, config.positions) for name, group in found if name not in wrapped]
 
-    @property
-    def fuse(self) -> str:
-        """That of the flow."""
-        return f"streams {self.flow}"
-
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what the connections, or their norms, return."""
         self._switch, self._hooks = hooks.switch, hooks
-        self.buffer = DepositBuffer(self._cosine.stop)
+        self.buffer = DepositBuffer(self._side**2 + self._side + 4)
         for row, connection in enumerate(self._connections):
             self.buffer.new_row()
             returned = connection.kind in ("returned", "carried")
@@ -82,9 +76,8 @@ class KnownStreams(SitesOfAFlow):
     # -- coefficients -------------------------------------------------------------------------------------------------
 
     def _inside(self, row: int, module: Any, args: Any, kwargs: Any, normed: Tensor) -> None:
-        del module
         streams = next(floating_tensors((args, kwargs)), None)
-        if streams is None or self._idle(normed):
+        if streams is None or self._switch.paused or not normed.requires_grad:
             return
         connection = self._connections[row]
         with torch.no_grad(), full_precision(normed):
@@ -92,11 +85,10 @@ class KnownStreams(SitesOfAFlow):
         self._see(row, mix, write, streams, normed)
 
     def _returned(self, row: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        del module
         streams = next(floating_tensors((args, kwargs)), None)
-        if streams is None or not isinstance(output, tuple) or self._idle(output[0]):
+        side, write = self._side, output[0] if isinstance(output, tuple) else None
+        if streams is None or write is None or self._switch.paused or not write.requires_grad:
             return
-        side, write = self._side, output[0]
         if write.shape[-1] != side:
             return
         if self._connections[row].kind == "carried":
@@ -106,9 +98,6 @@ class KnownStreams(SitesOfAFlow):
         else:
             return
         self._see(row, mix, write.detach().reshape(-1, side), streams, write)
-
-    def _idle(self, observed: Tensor) -> bool:
-        return not self._switch.sampling or self._switch.paused or not observed.requires_grad
 
     def _see(self, row: int, mix: Tensor, write: Tensor | None, streams: Tensor, observed: Tensor) -> None:
         with torch.no_grad(), full_precision(observed):
@@ -124,15 +113,13 @@ class KnownStreams(SitesOfAFlow):
         """Those of `site_metrics.mixing_metrics`, mix_matrix, branch_weight, ..."""
         if not sums.any():
             return {}
-
-        def means(where: slice) -> Array:
-            held = sums[:, where]
-            with np.errstate(invalid="ignore", divide="ignore"):
-                return np.asarray(np.where(held[:, :1] > 0, held[:, 1:] / held[:, :1], np.nan))
-
-        matrices = means(self._mix).reshape(-1, self._side, self._side)
+        # in the order of `_see`, each behind its count
+        parts = np.split(sums, np.cumsum([1 + self._side**2, 1 + self._side]), axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mix, write, cosine = (np.where(part[:, :1] > 0, part[:, 1:] / part[:, :1], np.nan) for part in parts)
+        matrices = mix.reshape(-1, self._side, self._side)
         found = {**site_metrics.mixing_metrics(matrices), "mix_matrix": matrices}
-        found |= {"branch_weight": means(self._write).mean(1), "stream_cosine": means(self._cosine)[:, 0]}
+        found |= {"branch_weight": write.mean(1), "stream_cosine": cosine[:, 0]}
         return {name: (values, self.labels) for name, values in found.items()}
 
 

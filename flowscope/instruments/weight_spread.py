@@ -61,7 +61,6 @@ class WeightSpread(Instrument):
     @torch.no_grad()
     def before_update(self, *, updating: bool) -> None:
         """Compare the rows."""
-        del updating
         if not self._switch.slow:
             return
         now = self._parameters.current()

@@ -45,13 +45,11 @@ class Wiring(Instrument):
 
     def _look(self, found: dict[str, Array], joined: Any = None) -> None:
         """Ask all known optimizers, one that `joined` after the step among them."""
-        del joined
         optimizers = self._hooks.optimizers()
         found["param_optimized"] = optimized(self._parameters, optimizers)
         found["param_lr"] = learning_rates(self._parameters, optimizers)
 
     def _read(self, found: dict[str, Array], out: RecordBuilder, parts: list[Array]) -> None:
-        del parts
         # parameters found since this step stand behind its own
         count = len(found["param_trainable"])
         known = {"param_is_norm": self._parameters.is_norm, "param_epsilon": self._precision()}

@@ -77,7 +77,6 @@ class DepositBuffer:
 
     def deposit(self, row: int, sums: Sums, gradient: Tensor) -> None:
         """Add sums that have waited for a gradient."""
-        del gradient
         self.add(row, 0, sums)
 
     def _settle(self) -> None:
