@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,6 @@ class UnitProbe:
             positions: how many were looked at.
             gradient: unused.
         """
-        del gradient
         if key[0] == 0:
             self._positions += positions
         if sums is not None:
@@ -173,40 +172,27 @@ class Units(Instrument):
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what activations return, and at what layers with weights are given."""
         self._switch, self._hooks = hooks.switch, hooks
-        readers: dict[int, AxisReader] = {}
+        reader_of = cache(lambda path: AxisReader.of(view.model.get_submodule(path)))
         for path, module, kind in view.activations:
-            parent = view.model.get_submodule(path.rpartition(".")[0])
-            if (reader := readers.get(id(parent))) is None:
-                reader = readers[id(parent)] = AxisReader.of(parent)
-            if kind != "input":
-                probe = UnitProbe(display_path(path), kind)
-                probe.handle = hooks.after(module, self.fuse, partial(self._after, probe, reader), hooks.switch)
-            else:
-                probe = UnitProbe(f"{display_path(path)}:input", kind)
-                probe.handle = hooks.before(module, self.fuse, partial(self._before, probe, reader), hooks.switch)
+            register, at = (hooks.before, ":input") if kind == "input" else (hooks.after, "")
+            probe = UnitProbe(f"{display_path(path)}{at}", kind)
+            count = partial(self._count, probe, reader_of(path.rpartition(".")[0]))
+            probe.handle = register(module, self.fuse, count, hooks.switch)
             self._probes.append(probe)
 
-    def _after(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kw: Any, output: Any) -> None:
-        if not self._switch.paused and not is_compiling():
-            x = hidden_output(output, None)
-            if x is not None:
-                self._count(probe, reader, x)
-
-    def _before(self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._switch.paused and not is_compiling():
-            x = hidden_input(args, kwargs)
-            if x is not None and not self._already_counted(x):
-                self._count(probe, reader, x)
-
-    def _already_counted(self, x: Tensor) -> bool:
-        held = self._counted.get(id(x))
-        return held is not None and held() is x
-
-    def _count(self, probe: UnitProbe, reader: AxisReader, x: Tensor) -> None:
-        if not x.requires_grad or not torch.is_grad_enabled() or x.is_complex():
+    def _count(
+        self, probe: UnitProbe, reader: AxisReader, module: nn.Module, args: Any, kwargs: Any, *returned: Any
+    ) -> None:
+        """Count what an activation returned or, before it runs, what a layer with weights is given."""
+        if self._switch.paused or is_compiling() or not torch.is_grad_enabled():
             return
-        if probe.kind != "input":
+        x = hidden_output(returned[0], None) if returned else hidden_input(args, kwargs)
+        if x is None or not x.requires_grad or x.is_complex():
+            return
+        if returned:
             self._counted[id(x)] = weakref.ref(x)
+        elif (held := self._counted.get(id(x))) is not None and held() is x:
+            return  # what an activation returned
         states, axis, _ = reader.read(local(x.detach()))
         states = spaced(feature_last(states, axis), self._positions)
         if states.shape[2] > self._units:
