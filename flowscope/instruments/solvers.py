@@ -11,6 +11,7 @@ Four kinds are recognised, by what they do and not by one library's class:
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from flowscope.model.plan import display_path
 from flowscope.model.structure import is_time
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
-from flowscope.sums.payload import from_host, local
+from flowscope.sums.payload import local
 
 ATTRIBUTES = (("solver_nfe", "solver_residual"), ("iterations", "residual"))
 """Names under which a layer says how its solver went; of the second pair both must be there."""
@@ -210,15 +211,10 @@ class Solvers(Instrument):
             self.discard()
             return None
         forwards = max(self._forwards, 1)
-        rows = [[_mean(values) for values in _values(solver, forwards)] for solver in seen]
-        devices = [value.device for row in rows for value in row if isinstance(value, Tensor)]
-        device = devices[0] if devices else torch.device("cpu")
-        host = np.array([[np.nan if isinstance(value, Tensor) else value for value in row] for row in rows])
-        values = from_host(host, device).view(host.shape).float()
-        for i, row in enumerate(rows):
-            for j, value in enumerate(row):
-                if isinstance(value, Tensor):
-                    values[i, j] = value.to(device, values.dtype)
+        told = [_told(solver, forwards) for solver in seen]
+        devices = (value.device for row in told for of in row for value in of if isinstance(value, Tensor))
+        device = next(devices, torch.device("cpu"))
+        values = torch.stack([_mean(of, device) for row in told for of in row]).view(len(seen), -1)
         known = ~values.isnan()
         self.discard()
         labels = [solver.path for solver in seen]
@@ -257,18 +253,20 @@ def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-def _values(solver: Solver, forwards: int) -> tuple[list[Tensor | float], ...]:
-    counted: list[Tensor | float] = [solver.calls / forwards] if solver.calls else []
-    backward: list[Tensor | float] = [solver.backward_calls / forwards] if solver.calls else []
-    return solver.steps or counted, backward, solver.residuals, solver.radii
+def _told(solver: Solver, forwards: int) -> tuple[Sequence[Tensor | float], ...]:
+    """What was counted and measured, in the order of the metrics."""
+    counted = [calls / forwards for calls in (solver.calls, solver.backward_calls) if solver.calls]
+    return solver.steps or counted[:1], counted[1:], solver.residuals, solver.radii
 
 
-def _mean(values: list[Tensor | float]) -> Tensor | float:
-    if not values:
-        return float("nan")
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value).detach().float() for value in values]).mean()
-    return float(np.mean([float(value) for value in values]))
+def _mean(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """The mean on a device, which is not waited for; NaN of nothing."""
+    known = [v.detach().float() if isinstance(v, Tensor) else _filled(v, device) for v in values]
+    return torch.stack(known).mean().to(device) if known else _filled(torch.nan, device)
+
+
+def _filled(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _attributes(module: nn.Module) -> tuple[Tensor | float | None, Tensor | float | None] | None:
