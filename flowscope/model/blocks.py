@@ -48,7 +48,6 @@ class Candidate:
     flows: list[Flow]
     parameters: int
     steps: int  # layers with weights in the richest block
-    container: str = ""
 
 
 @dataclass
@@ -119,9 +118,8 @@ class Search:
         items = [item for row in zip(*(_members(join(path, n), rest[n]) for n in norms), strict=True) for item in row]
         parts = [item for n in branches for item in _members(join(path, n), rest[n])]
         name = display_path(join(path, norms[0]))
-        entry = parts[0][0]
-        flow = Flow(name, "blocks", _paths(items), entry)
-        self.candidates.append(Candidate([flow], _size(parts), max(steps_inside(m) for _, m in parts) * 2, path))
+        flow = Flow(name, "blocks", _paths(items), parts[0][0])
+        self.candidates.append(Candidate([flow], _size(parts), _richest(parts) * 2))
         self.notes.append(f"{name}: a block's parts are in sibling lists ({', '.join(names)})")
 
     def _take(self, container: str, items: list[Named], module: nn.Module | None) -> bool:
@@ -135,15 +133,12 @@ class Search:
         found = family(blocks, ordered=ordered)
         if not found or (module is None and any(_inner(*item) for item in found)):
             return False
-        if _is_concat(found):
-            flow = Flow(display_path(container) or "network", "concat", _paths(found), found[0][0])
-        else:
-            found = self._callable(container, found)
-            if not found:
-                return False
-            flow = Flow(display_path(container) or "network", "blocks", _paths(found), found[0][0])
-        self.candidates.append(Candidate([flow], _size(found), max(steps_inside(m) for _, m in found), container))
-        return True
+        concat = _is_concat(found)
+        found = found if concat else self._callable(container, found)
+        if found:
+            flow = _flow(container, "concat" if concat else "blocks", found)
+            self.candidates.append(Candidate([flow], _size(found), _richest(found)))
+        return bool(found)
 
     def _callable(self, container: str, found: list[Named]) -> list[Named]:
         """Lists of lists are never called: their members stand for them."""
@@ -159,18 +154,22 @@ class Search:
 
     def _take_stages(self, container: str, stages: list[list[Named]]) -> None:
         """One flow over all stages and one a stage of two blocks and more; dense blocks are a flow each."""
-        flows: list[Flow] = []
-        dense = [_is_concat(stage) for stage in stages]
-        if not all(dense):
-            everything = [item for stage, is_dense in zip(stages, dense, strict=True) for item in stage if not is_dense]
-            name = display_path(container) or "network"
-            flows.append(Flow(name, "network", _paths(everything), everything[0][0]))
-        for stage, is_dense in zip(stages, dense, strict=True):
-            if len(stage) >= 2:
-                name = display_path(stage[0][0].rpartition(".")[0]) or "network"
-                flows.append(Flow(name, "concat" if is_dense else "stage", _paths(stage), stage[0][0]))
+        kinds = [("concat" if _is_concat(stage) else "stage", stage) for stage in stages]
+        chained = [item for kind, stage in kinds for item in stage if kind == "stage"]
+        flows = [_flow(container, "network", chained)] if chained else []
+        flows += [_flow(stage[0][0].rpartition(".")[0], kind, stage) for kind, stage in kinds if len(stage) >= 2]
         blocks = [item for stage in stages for item in stage]
-        self.candidates.append(Candidate(flows, _size(blocks), max(steps_inside(m) for _, m in blocks), container))
+        self.candidates.append(Candidate(flows, _size(blocks), _richest(blocks)))
+
+
+def _flow(container: str, kind: str, items: list[Named]) -> Flow:
+    """The flow through modules of a container, whose name it bears."""
+    return Flow(display_path(container) or "network", kind, _paths(items), items[0][0])
+
+
+def _richest(items: list[Named]) -> int:
+    """How many layers with weights are in the one that has most."""
+    return max(steps_inside(module) for _, module in items)
 
 
 def _numbered(named: dict[str, nn.Module]) -> list[tuple[str, list[Named]]]:
@@ -199,16 +198,16 @@ def _siblings(path: str, module: nn.Module) -> Flow | None:
             by_class[type(unwrap(child))].append((join(path, name), child))
     for kind, items in by_class.items():
         if len(items) >= 2 and not isinstance(module, LISTS) and not issubclass(kind, LISTS):
-            return Flow(display_path(path) or "network", "blocks", _paths(items), items[0][0])
+            return _flow(path, "blocks", items)
     return None
 
 
 def _alone(path: str, module: nn.Module) -> Flow | None:
     """A list of one block, or a child called block, layer or cell: the trace counts how often it is called."""
     if isinstance(module, nn.ModuleList) and len(module) == 1 and not is_parallel(path):
-        at, block = _members(path, module)[0]
-        if _is_composition(block) and steps_inside(block) >= 2:
-            return Flow(display_path(path) or "network", "blocks", (at,), at)
+        items = _members(path, module)[:1]
+        if _is_composition(items[0][1]) and _richest(items) >= 2:
+            return _flow(path, "blocks", items)
     for name, child in children(module):
         if _ALONE.match(name) and _is_composition(child) and not isinstance(unwrap(child), LISTS):
             at = join(path, name)
@@ -222,10 +221,7 @@ def blocks_of(container: str, module: nn.Module) -> Flow | None:
     if is_recurrent(unwrap(module)):
         return _time(container, module).flows[0]
     inside = [item for item in _members(*unwrapped(container, module)) if has_parameters(item[1])]
-    if not inside:
-        return None
-    kind = "concat" if _is_concat(inside) else "blocks"
-    return Flow(display_path(container) or "network", kind, _paths(inside), inside[0][0])
+    return _flow(container, "concat" if _is_concat(inside) else "blocks", inside) if inside else None
 
 
 def _compositions(path: str, module: nn.Module) -> Iterator[Named]:
@@ -274,7 +270,7 @@ def _is_composition(module: nn.Module) -> bool:
 def _time(path: str, module: nn.Module) -> Candidate:
     fused = isinstance(unwrap(module), nn.RNNBase)
     flow = Flow(display_path(path) or "network", "time", (path,), None, fused)
-    return Candidate([flow], size(module), 0, path)
+    return Candidate([flow], size(module), 0)
 
 
 def _inner(path: str, module: nn.Module, depth: int = 2) -> list[Named]:
@@ -288,7 +284,7 @@ def _inner(path: str, module: nn.Module, depth: int = 2) -> list[Named]:
     for items in groups:
         blocks = [(join(path, name), child) for name, child in items if _has_forward(child)]
         found = family(blocks, ordered=isinstance(module, nn.Sequential)) or (blocks if len(blocks) == 1 else [])
-        if found and max(steps_inside(m) for _, m in found) >= 2:
+        if found and _richest(found) >= 2:
             return found
     if not depth:
         return []

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import nn
 
@@ -159,10 +160,5 @@ def _follows(step: _Leaf, leaf: _Leaf) -> bool:
 
 
 def _common_parent(paths: list[str]) -> str:
-    parts = [p.split(".")[:-1] for p in paths]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)
+    levels = zip(*(path.split(".")[:-1] for path in paths), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

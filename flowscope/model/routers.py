@@ -70,12 +70,9 @@ def find_routers(modules: Sequence[Named]) -> list[Router]:
                 chosen = _number((module, _config(module)), _CHOSEN) or 1
                 found[id(module)] = Router(path, module, outputs, min(chosen, outputs))
     order = {id(module): at for at, (_, module) in enumerate(modules)}
-    outer = [r for r in found.values() if not any(_inside(r, other) for other in found.values())]
+    inside = tuple(f"{router.path}." for router in found.values())
+    outer = [router for router in found.values() if not router.path.startswith(inside)]
     return sorted(outer, key=lambda router: order[id(router.module)])
-
-
-def _inside(router: Router, other: Router) -> bool:
-    return router.path.startswith(other.path + ".")
 
 
 def _beside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:

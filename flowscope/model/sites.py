@@ -214,14 +214,8 @@ def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
         found = {p: f for p, f in found.items() if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)}
         if not found:
             raise FlowscopeError(f"wrap(where=...): got {patterns}, no block's path matches; see find_sites(model).")
-    return {path: flow for path, flow in found.items() if not any(parent in found for parent in parents(path))}
-
-
-def parents(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module."""
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
+    inside = tuple(f"{path}." for path in found)
+    return {path: flow for path, flow in found.items() if not path.startswith(inside)}
 
 
 class OutsideUse(TorchFunctionMode):

@@ -151,15 +151,16 @@ class BlockTrace(TorchFunctionMode):
         self.modules: list[str] = []
         self.norm_depth = 0
         self.parameters = {id(p) for p in block.parameters()}
-        self.handles = [
-            handle
-            for name, module in block.named_modules()
-            if name
-            for handle in (
-                module.register_forward_pre_hook(functools.partial(self.enter, name), with_kwargs=True),
-                module.register_forward_hook(functools.partial(self.leave, name), with_kwargs=True),
-            )
-        ]
+        self.handles: list[Any] = []
+        for name, module in list(block.named_modules())[1:]:
+            enter, leave = functools.partial(self.enter, name), functools.partial(self.leave, name)
+            self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module of the block begins."""
@@ -240,11 +241,6 @@ class BlockTrace(TorchFunctionMode):
         if left_own and right_own:
             return int(left_own.bit_count() > right_own.bit_count()), "projection"
         return None, ""
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
 
     def read(self, output: Any) -> TracedBlock:
         """Return the sites of the traced call that returned `output`."""
@@ -388,10 +384,6 @@ def trace_block(
     block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, TracedBlock]:
     """Run a block once and return its output with what the run tells."""
-    trace = BlockTrace(block, args, kwargs)
-    try:
-        with trace:
-            output = forward(*args, **kwargs)
-    finally:
-        trace.close()
+    with BlockTrace(block, args, kwargs) as trace:
+        output = forward(*args, **kwargs)
     return output, trace.read(output)
