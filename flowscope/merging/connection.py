@@ -49,7 +49,6 @@ Axis letters: B batch, T positions (any number of axes), D features, S streams, 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -140,14 +139,6 @@ class ConnectionContext:
         """Return a parameter filled with a value, of the block's dtype and on its device."""
         place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return nn.Parameter(torch.full(shape, value, **place))
-
-
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which x's device does not autocast: the carry keeps the dtype a plain add would give it."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def common_dtype(x: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:

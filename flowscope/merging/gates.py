@@ -17,16 +17,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flowscope.merging.connection import (
-    Connection,
-    ConnectionContext,
-    ModeOptions,
-    State,
-    common_dtype,
-    without_autocast,
-)
+from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions, State, common_dtype
 from flowscope.merging.observed import GateLogit
 from flowscope.sums.site_metrics import highway_factor
+from flowscope.sums.statistics import full_precision
 
 
 class KeelOptions(ModeOptions):
@@ -91,7 +85,6 @@ class GatedConnection(Connection):
 
     def branch_weight(self, site: int, t: Tensor) -> Tensor:
         """Return what the branch is multiplied by where the gate is t."""
-        del site
         return t
 
     def transform(self, site: int, x: Tensor) -> Tensor:
@@ -131,7 +124,7 @@ class KeelConnection(GatedConnection):
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `x + t*f`."""
-        with without_autocast(x):
+        with full_precision(x):
             x, f = common_dtype(x, f)
             return torch.addcmul(x, self.branch_weight(site, self.transform(site, x)), f), state
 
@@ -158,6 +151,6 @@ class HighwayConnection(GatedConnection):
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return `x + t*(f - x)`."""
-        with without_autocast(x):
+        with full_precision(x):
             x, f = common_dtype(x, f)
             return torch.lerp(x, f, self.transform(site, x).expand_as(x)), state

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowscope.merging.connection import without_autocast
 from flowscope.merging.projection import centre
+from flowscope.sums.statistics import full_precision
 
 Mixed = tuple[Tensor, Tensor, Tensor, Tensor]
 EPS = 1e-5  # added to the variance
@@ -135,7 +135,7 @@ class _ReadAndMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpoints unpack a tensor only once
-        with without_autocast(saved[0]):  # a loop may call backward inside of autocast
+        with full_precision(saved[0]):  # a loop may call backward inside of autocast
             return _backward(ctx, saved, grads)
 
     @staticmethod

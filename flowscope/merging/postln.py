@@ -9,16 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import (
-    Connection,
-    ConnectionContext,
-    ModeOptions,
-    State,
-    common_dtype,
-    without_autocast,
-)
+from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions, State, common_dtype
 from flowscope.model.sites import BlockSites
 from flowscope.sums.site_metrics import ALPHA
+from flowscope.sums.statistics import full_precision
 
 _EPS = 1e-6
 _PRE_NORM_SITES = 2  # Keel 3.1: the first attention and the first FFN sub-layer stay Pre-LN
@@ -93,7 +87,7 @@ class KeelPostLNConnection(Connection):
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Return what the next branch sees, and the new carry."""
         carry = state if self.inner_sites[site] and isinstance(state, Tensor) else x
-        with without_autocast(x):
+        with full_precision(x):
             carry, f = common_dtype(carry, f)
             z = torch.add(f, carry, alpha=self.alpha[site])
             y = self._normed(site, z) if self.outer_sites[site] else z
@@ -119,7 +113,7 @@ class KeelPostLNConnection(Connection):
     def _seen(self, site: int, x: Tensor) -> Tensor:
         if not self.inner_sites[site]:
             return x
-        with without_autocast(x):
+        with full_precision(x):
             return self.features_back(self.inner[str(site)](self.features_last(x)))
 
 

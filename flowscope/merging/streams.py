@@ -18,16 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
-from flowscope.merging.connection import (
-    Connection,
-    ConnectionContext,
-    ModeOptions,
-    State,
-    common_dtype,
-    without_autocast,
-)
+from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions, State, common_dtype
 from flowscope.merging.observed import BranchInput, ResidualMix, Streams, Write
 from flowscope.model.sites import BlockSites
+from flowscope.sums.statistics import full_precision
 
 Coefficients = tuple[Tensor, Tensor, Tensor]
 
@@ -94,7 +88,7 @@ class StreamConnection(Connection):
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Expand at the first block; return the read of the first site and the state."""
-        with without_autocast(x):
+        with full_precision(x):
             if self.first:
                 x = self.features_last(x)
                 self._check(x, x.shape[-1:], (self.features,))
@@ -108,7 +102,7 @@ class StreamConnection(Connection):
         """Write the branch into the streams; return the read of the next site (after the last one: see `end`)."""
         assert isinstance(state, tuple)
         mixed, residual, write, given = state
-        with without_autocast(x):
+        with full_precision(x):
             if x is not given:  # all streams change by the same: residual (h + change) = mixed + row sums * change
                 change = self._change(x, given).reshape(-1, 1, self.features)
                 mixed = torch.addcmul(mixed, residual.sum(-1, keepdim=True), change)
@@ -131,7 +125,7 @@ class StreamConnection(Connection):
             return y
         assert isinstance(state, tuple)
         streams, given = state
-        with without_autocast(y):
+        with full_precision(y):
             return streams if y is given else streams + self._change(y, given)
 
     def _read(self, site: int, streams: Tensor, shape: torch.Size) -> tuple[Tensor, State]:

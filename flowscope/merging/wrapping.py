@@ -144,17 +144,14 @@ def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise FlowscopeError("wrap(optimizer=...): the optimizer holds no parameter of this model.")
     first = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
+    undecayed = {**first, **dict.fromkeys(first.keys() & {"weight_decay"}, 0.0)}
     found = connections(model)
-    generators: list[Any] = [(f"{path}.{n}", p) for path, c in found for n, p in c.generator_parameters()]
-    static: list[Any] = [(f"{path}.{n}", p) for path, c in found for n, p in c.static_parameters()]
-    if "param_names" not in optimizer.param_groups[0]:
-        generators, static = ([p for _, p in named] for named in (generators, static))
-    if generators:
-        optimizer.add_param_group({**first, "params": generators})
-    if static:
-        optimizer.add_param_group(
-            {**first, "params": static} | ({"weight_decay": 0.0} if "weight_decay" in first else {})
-        )
+    generators = [(f"{path}.{n}", p) for path, c in found for n, p in c.generator_parameters()]
+    static = [(f"{path}.{n}", p) for path, c in found for n, p in c.static_parameters()]
+    by_name = "param_names" in optimizer.param_groups[0]
+    for group, named in ((first, generators), (undecayed, static)):
+        if named:
+            optimizer.add_param_group({**group, "params": named if by_name else [p for _, p in named]})
 
 
 def is_trained(block: WovenBlock) -> bool:

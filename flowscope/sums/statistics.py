@@ -81,7 +81,8 @@ def at_least_single(x: Tensor) -> Tensor:
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Switch autocast off for our own arithmetic, where it is on (entering the context costs more than asking)."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
 
 def feature_last(x: Tensor, axis: int) -> Tensor:
