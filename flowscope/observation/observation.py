@@ -16,7 +16,7 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, instruments_for
 from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.view import ModelView
-from flowscope.observation.passes import Earlier, Passes
+from flowscope.observation.passes import Passes
 from flowscope.observation.snapshot import Snapshot
 from flowscope.sums.buffer import HostCopy
 
@@ -116,11 +116,8 @@ class Observation:
 
     def review(self) -> None:
         """A forward begins that is not the first of its step: earlier ones may have deposited for nothing."""
-        earlier = self.passes.review()
-        if earlier is Earlier.DISCARD:
-            self._tell("discard")
-        elif earlier is Earlier.ASIDE:
-            self._tell("set_aside")
+        if event := self.passes.review():
+            self._tell(event)
 
     def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.switch.paused and torch.is_grad_enabled():
@@ -129,9 +126,7 @@ class Observation:
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
-        total = self.passes.forwards
-        for fuse, method in self._told["runs"]:
-            total += self.faults.guard(fuse, method) or 0
+        total: int = self.passes.forwards + sum(self._answers("runs"))
         return total
 
     # -- the step ------------------------------------------------------------------------------------------------------

@@ -6,22 +6,12 @@ meta-learner runs it inside a step.
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from torch import Tensor
 
 from flowscope.hooks.hooks import Switch
 from flowscope.instruments.raw_gradients import spread
 from flowscope.model.parameters import ParameterList
-
-
-class Earlier(Enum):
-    """What a training forward that is not the first of its step says of what was deposited before it."""
-
-    COUNTS = "counts"
-    DISCARD = "its gradients were thrown away"
-    ASIDE = "left no gradient, and no step has shown yet whether this loop fills `.grad`"
 
 
 class Passes:
@@ -46,11 +36,15 @@ class Passes:
         self._some: list[tuple[int, Tensor]] = []
         """A few of the parameters as the step began, with their numbers."""
 
-    def review(self) -> Earlier:
-        """What a further forward of a sampled step says of the passes before it."""
+    def review(self) -> str:
+        """What a further forward of a sampled step says of the passes before it: what instruments do with them.
+
+        "discard" where their gradients were thrown away, "set_aside" where they left none and no step has shown yet
+        whether this loop fills `.grad`, "" where they count.
+        """
         if self._gradients_were_dropped():
-            return Earlier.DISCARD
-        return Earlier.ASIDE if self.fills_grad is None and self._holds_no_gradient() else Earlier.COUNTS
+            return "discard"
+        return "set_aside" if self.fills_grad is None and self._holds_no_gradient() else ""
 
     def of_step(self) -> int:
         """How often the root ran with gradient in the step under way (0: it runs inside compiled code)."""
