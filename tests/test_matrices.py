@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from flowscope.sums.matrices import cosine_matrix, effective_rank
+from flowscope.sums.matrices import cosine_matrix, effective_rank_of_gram
+
+
+def effective_rank(x: torch.Tensor) -> float:
+    """By either Gram matrix, which have the same eigenvalues."""
+    x = x.double()
+    by_rows, by_columns = effective_rank_of_gram(x @ x.T), effective_rank_of_gram(x.T @ x)
+    assert by_rows == pytest.approx(by_columns, rel=1e-9, nan_ok=True)
+    return by_rows
 
 
 def orthonormal(rows: int, columns: int) -> torch.Tensor:
@@ -46,7 +54,7 @@ def test_rank_is_by_singular_values_of_the_uncentred_matrix():
     assert effective_rank(x) == pytest.approx(math.exp(-sum(q * math.log(q) for q in p)), rel=1e-9)
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e300])
+@pytest.mark.parametrize("scale", [1e-150, 1e150])  # whose squares are at the ends of fp64
 def test_rank_survives_extreme_scales(scale):
     assert effective_rank(scale * orthonormal(5, 8)) == pytest.approx(5.0, rel=1e-9)
 

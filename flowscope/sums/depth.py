@@ -26,19 +26,15 @@ class DepthRow:
     """The columns TO_INPUT .. end of one point's row: `read` computes them, with those of the points beside it."""
 
     def __init__(self, run: DepthRows) -> None:
-        self._run: DepthRows | None = run
+        self._run = run
         self.values: Array | None = None
 
     def read(self) -> Array:
         """Return the columns."""
-        if self._run is not None:
+        if self.values is None:
             self._run.compute()
         assert self.values is not None
         return self.values
-
-    def settle(self, values: Array) -> None:
-        """Take the columns."""
-        self.values, self._run = values, None
 
 
 class DepthRows:
@@ -73,7 +69,7 @@ class DepthRows:
                 computed = run_statistics(before, points, origin)
             for row, values in zip(rows, computed, strict=True):
                 if row is not None:
-                    row.settle(values)
+                    row.values = values
 
 
 def run_statistics(before: Positions | None, points: list[Positions], origin: Positions | None) -> Array:

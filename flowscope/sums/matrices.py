@@ -13,26 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def effective_rank(x: Tensor) -> float:
-    """Return the effective rank of `x` [N, D], from 1 (one direction) to min(N, D) (isotropic).
-
-    exp(-sum p log p) with p = sigma / sum(sigma) over the singular values of the uncentred matrix (Roy & Vetterli 2007;
-    RankMe, Garrido et al. 2023, without its 1e-7 inside the logarithm). 0.0 for a matrix of zeros, NaN where an entry
-    is not finite.
-    """
-    matrix = x.detach().cpu().to(torch.float64)
-    largest = float(matrix.abs().amax()) if matrix.numel() else 0.0
-    if largest == 0.0 or not math.isfinite(largest):
-        return 0.0 if largest == 0.0 else math.nan
-    matrix = matrix / largest
-    return effective_rank_of_gram(matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix)
-
-
 def effective_rank_of_gram(gram: Tensor) -> float:
-    """Return the effective rank of a matrix from its fp64 Gram matrix [N, N] (rows or columns alike).
+    """Return the effective rank of a matrix [N, D] from its fp64 Gram matrix [N, N], of rows or columns alike.
 
-    The singular values are roots of the eigenvalues; those under 1e-7 of the largest or so are rounding and count as
-    zero. Values as in `effective_rank`.
+    From 1 (one direction) to min(N, D) (isotropic): exp(-sum p log p) with p = sigma / sum(sigma) over the singular
+    values of the uncentred matrix (Roy & Vetterli 2007; RankMe, Garrido et al. 2023, without its 1e-7 inside the
+    logarithm). They are roots of the eigenvalues; those under 1e-7 of the largest or so are rounding and count as zero.
+    0.0 for a matrix of zeros, NaN where an entry is not finite.
     """
     if not bool(gram.isfinite().all()):
         return math.nan
