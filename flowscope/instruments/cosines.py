@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,6 @@ from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.depth import DepthRow, DepthRows
 from flowscope.sums.payload import local
 from flowscope.sums.statistics import Positions, Sums, full_precision, is_host
-
-Compare = Callable[[Positions | None, Positions, Positions | None], Sums | DepthRow]
-
 
 # a cosine below 0 widens the scale to -1 in the browser
 _depth = partial(Metric, view="Depth", bounds=(0.0, 1.0))
@@ -89,23 +85,19 @@ class Cosines(PointMeasure):
 
     def look(self, point: Point) -> Sums | DepthRow:
         """The sums, or on the host a row that is computed later, with those of the points beside it."""
-        x = point.x
         before = self._previous if point.follows else None
         if point.before is not None:
             before = self._positions(point.reader, point.before)
-        if is_host(x):  # only copies are made here
-            return self._compared(point, before, self._rows.add)
-        with full_precision(x):
-            return self._compared(point, before, statistics.depth_statistics)
-
-    def _compared(self, point: Point, before: Positions | None, compare: Compare) -> Sums | DepthRow:
         now = self._positions(point.reader, point.x)
         entering = point.key[0] == ENTRY
         origin = now if entering or (self._origin is None and self.origin_first) else self._origin
-        sums = compare(None if entering else now.alike(before), now, now.alike(origin))
         if not is_compiling():
             self._remember(now, entering=entering)
-        return sums
+        compared = None if entering else now.alike(before), now, now.alike(origin)
+        if is_host(point.x):  # only copies are made here
+            return self._rows.add(*compared)
+        with full_precision(point.x):
+            return statistics.depth_statistics(*compared)
 
     def pass_by(self, point: Point) -> None:
         """Remember its positions."""
@@ -118,7 +110,8 @@ class Cosines(PointMeasure):
 
     def _positions(self, reader: AxisReader, x: Tensor) -> Positions:
         states, axis, sequence = reader.read(local(x))
-        return statistics.sample_positions(states, axis, self.limit, sequence=sequence)
+        with full_precision(states):
+            return statistics.sample_positions(states, axis, self.limit, sequence=sequence)
 
     def deposit(self, key: tuple[int, int], row: int, seen: Any, gradient: Tensor | None) -> None:
         """Add the sums."""

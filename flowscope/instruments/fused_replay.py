@@ -74,16 +74,11 @@ def replay_gradients(
         raise FlowscopeError(f"replay_gradients: got {type(rnn).__name__}, expected nn.RNN, nn.GRU or nn.LSTM.")
     if grad_output is None and grad_hn is None and grad_cn is None:
         raise FlowscopeError("replay_gradients: no gradient was given: pass grad_output, grad_hn or grad_cn.")
-    device = _first_weight(rnn).device.type
+    device = rnn.get_parameter("weight_ih_l0").device.type
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
         replay = _Layers(rnn, inputs, hx)
         replay.forward()
         return replay.read(grad_output, grad_hn, grad_cn)
-
-
-def _first_weight(rnn: nn.RNNBase) -> Tensor:
-    weight: Tensor = rnn.get_parameter("weight_ih_l0")
-    return weight
 
 
 class _Layers:
@@ -91,7 +86,7 @@ class _Layers:
 
     def __init__(self, rnn: nn.RNNBase, inputs: Tensor | PackedSequence, hx: Hidden) -> None:
         self.rnn = rnn
-        dtype = _first_weight(rnn).dtype
+        dtype = rnn.get_parameter("weight_ih_l0").dtype
         self.dtype = dtype if dtype == torch.float64 else torch.float32
         self.order = inputs.sorted_indices if isinstance(inputs, PackedSequence) else None
         self.packed = isinstance(inputs, PackedSequence)

@@ -137,8 +137,7 @@ def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
         experts: E.
         chosen: K.
     """
-    given = [x for x in nested_tensors(output) if x.layout == torch.strided and not x.is_meta]
-    tensors = [local(tensor) for tensor in given]
+    tensors = [local(x) for x in nested_tensors(output) if x.layout == torch.strided and not x.is_meta]
     whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dim() and t.numel()]
     scores = [t for t in tensors if t.is_floating_point() and t.dim() and t.shape[-1] == experts and t.numel()]
     choice = next((t for t in whole if t.shape[-1] in (experts, chosen)), whole[0] if whole else None)

@@ -101,17 +101,15 @@ def spreads(matrices: dict[int, Tensor], gradients: dict[int, Tensor] | None = N
         change = sampled(gradient) if gradient is not None and known else sample
         key = (sample.device, sample.dtype, sample.shape, known and change.device == sample.device)
         alike.setdefault(key, []).append((number, sample, change.to(sample.dtype)))
-    groups = [([number for number, *_ in group], key) for key, group in alike.items()]
-    spread = [_spread(torch.stack([weight for _, weight, _ in group])) for group in alike.values()]
+    found = {key: _spread(torch.stack([weight for _, weight, _ in group])) for key, group in alike.items()}
     changes = {key: torch.stack([change for *_, change in group]) for key, group in alike.items() if key[-1]}
     sizes = {key: change.abs().amax((1, 2)).float() for key, change in changes.items()}
-    for at, (_, key) in enumerate(groups):
-        if key in changes:
-            largest = torch.stack([size.max() for other, size in sizes.items() if other[0] == key[0]]).max()
-            parting = torch.where(sizes[key] > NEGLIGIBLE * largest, _spread(changes[key]), torch.nan)
-            # NaN is never larger, and stays where it was
-            spread[at] = torch.where(parting > spread[at].clamp_min(UNRELATED), parting, spread[at])
-    return [(numbers, found) for (numbers, _), found in zip(groups, spread, strict=True)]
+    for key, change in changes.items():
+        largest = torch.stack([size.max() for other, size in sizes.items() if other[0] == key[0]]).max()
+        parting = torch.where(sizes[key] > NEGLIGIBLE * largest, _spread(change), torch.nan)
+        # NaN is never larger, and stays where it was
+        found[key] = torch.where(parting > found[key].clamp_min(UNRELATED), parting, found[key])
+    return [([number for number, *_ in group], found[key]) for key, group in alike.items()]
 
 
 def sampled(weight: Tensor) -> Tensor:

@@ -163,11 +163,7 @@ def is_trained(block: WovenBlock) -> bool:
 
 
 def report(
-    model: nn.Module,
-    plan: SitePlan,
-    optimizer: torch.optim.Optimizer | None,
-    change: float | None,
-    idle: int = 0,
+    model: nn.Module, plan: SitePlan, optimizer: torch.optim.Optimizer | None, change: float | None, idle: int
 ) -> None:
     """Log once what `wrap` did."""
     found = [connection for _, connection in connections(model)]

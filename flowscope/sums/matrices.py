@@ -46,5 +46,4 @@ def cosine_matrix(x: Tensor) -> NDArray[np.float64]:
     pairs = seen.flatten(1).to(torch.float64)
     counts = pairs @ pairs.T
     mean = torch.where(counts > 0, (units @ units.T / counts).clamp(-1.0, 1.0), math.nan)
-    result: NDArray[np.float64] = mean.numpy()
-    return result
+    return mean.numpy()

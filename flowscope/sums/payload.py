@@ -103,8 +103,7 @@ def unpack(packed: Array, count: int, ranks: int) -> Array:
     """Return the counts [U] from the sum of what `pack` gave."""
     whole = np.rint(packed).astype(np.int64)[:, None]
     powers = (ranks + 1) ** np.arange(digits(ranks), dtype=np.int64)
-    counts: Array = (whole // powers % (ranks + 1)).reshape(-1)[:count].astype(np.float64)
-    return counts
+    return (whole // powers % (ranks + 1)).reshape(-1)[:count].astype(np.float64)
 
 
 def local(x: Tensor) -> Tensor:

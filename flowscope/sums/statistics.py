@@ -53,8 +53,7 @@ class Positions:
     @property
     def norm(self) -> Tensor:
         """[N] the norms of the values (on the host most are computed for many points at once, elsewhere)."""
-        norm: Tensor = lengths(self.values) if self.norms is None else self.norms
-        return norm
+        return lengths(self.values) if self.norms is None else self.norms
 
     def alike(self, other: Positions | None) -> Positions | None:
         """Return `other` where its positions are the same places and as wide, else None."""

@@ -53,8 +53,7 @@ def numbers(scalars: Sequence[Tensor]) -> list[Number]:
     """Return 0-dim tensors of one device as plain numbers where that costs no synchronisation."""
     if not scalars or not is_host(scalars[0]):
         return list(scalars)
-    values: list[Number] = torch.stack(list(scalars)).tolist()
-    return values
+    return torch.stack(list(scalars)).tolist()
 
 
 def _safe(norm: float) -> bool:
