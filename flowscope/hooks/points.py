@@ -211,10 +211,10 @@ class Stranger(AddedUp):
         return np.where(rows[:, ELEMENTS] > 0, values, np.nan)
 
 
-def placed(statistics: Sequence[Statistic], start: int) -> tuple[list[int], int]:
-    """Where in a row the columns of each statistic begin, one behind the other from `start` on, and where they end."""
+def placed(statistics: Sequence[Statistic], start: int) -> tuple[list[tuple[Statistic, int]], int]:
+    """Each statistic with where its columns begin in a row, one behind the other from `start` on; where they end."""
     ends = list(accumulate((s.columns + len(s.gradient_powers) for s in statistics), initial=start))
-    return ends[:-1], ends[-1]
+    return list(zip(statistics, ends[:-1], strict=True)), ends[-1]
 
 
 class Deposits:

@@ -62,8 +62,8 @@ class PointFlows(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the blocks of each flow."""
-        firsts, columns = placed(hooks.statistics, COLUMNS)
-        ends = [(first + s.columns, s.maxima) for first, s in zip(firsts, hooks.statistics, strict=True)]
+        self._further, columns = placed(hooks.statistics, COLUMNS)
+        ends = [(first + statistic.columns, statistic.maxima) for statistic, first in self._further]
         self.buffer = DepositBuffer(columns, [column for end, maxima in ends for column in range(end - maxima, end)])
         self._view, self._hooks = view, hooks
         # streams have no one hidden state: their depth metrics are those of the sub-layer inputs (merging/observed.py)
@@ -92,9 +92,7 @@ class PointFlows(Instrument):
             measures.append(Cosines(self.buffer, TO_INPUT, limit, origin_first=first))
         if flow.kind == "concat":
             measures.append(Widths())
-        firsts, _ = placed(hooks.statistics, COLUMNS)
-        further = zip(hooks.statistics, firsts, strict=True)
-        measures += [Stranger(statistic, self.buffer, at, hooks.faults) for statistic, at in further]
+        measures += [Stranger(statistic, self.buffer, at, hooks.faults) for statistic, at in self._further]
         return [*measures, Rank(hooks.switch)] if depth else measures
 
     def layout(self) -> int:

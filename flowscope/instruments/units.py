@@ -105,10 +105,9 @@ class UnitProbe:
         self.on, self.sums = {}, None
         positions, self._positions = self._positions, 0
         if any(call >= PLACES for call, _ in held):
-            loop: dict[tuple[int, int], Tensor] = {}
             for (_, width), on in held.items():
-                loop[0, width] = on | loop[0, width] if (0, width) in loop else on
-            held = loop
+                self.add((0, width), on)
+            held, self.on = self.on, {}
         if not held:
             return None
         self.taken_positions = positions

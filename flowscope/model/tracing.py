@@ -325,15 +325,12 @@ class BlockTrace(TorchFunctionMode):
         for passage in ended if depth else ():
             if passage.name in own or any(name not in own for name in passage.modules):
                 continue
-            for tensor in self.tensors(passage.inputs):
+            # the inputs that descend from the block's
+            for tensor in (self.nodes.alive[key] for key in passage.inputs if self.nodes.sets.get(key)):
                 before = self.passages_between(start, tensor, own, depth - 1)
                 if before is not None:
                     return [*before, passage]
         return None
-
-    def tensors(self, ids: frozenset[int]) -> list[Tensor]:
-        """Return the tensors with these ids that descend from the block's input."""
-        return [self.nodes.alive[key] for key in ids if self.nodes.sets.get(key)]
 
     def norm_kind(self, add: Add, reached: Tensor, chain: list[Add]) -> str:
         """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""

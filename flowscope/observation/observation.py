@@ -50,11 +50,7 @@ class Observation:
     """
 
     def __init__(
-        self,
-        view: ModelView,
-        config: WatchConfig,
-        hooks: Hooks,
-        further: Sequence[Instrument | type[Instrument]] = (),
+        self, view: ModelView, config: WatchConfig, hooks: Hooks, further: Sequence[Instrument | type[Instrument]] = ()
     ) -> None:
         self.view, self.config, self.hooks = view, config, hooks
         self.faults, self.switch = hooks.faults, hooks.switch
