@@ -164,10 +164,7 @@ class Record:
         # for a loss NaN is a value: None says that none was given
         loss = "nan" if self.loss is not None and math.isnan(self.loss) else strict_json(self.loss)
         out: dict[str, Any] = {"type": "record", "step": self.step, "loss": loss}
-        if self.flags:
-            out["flags"] = list(self.flags)
-        if self.notes:
-            out["notes"] = list(self.notes)
+        out |= {name: list(told) for name, told in (("flags", self.flags), ("notes", self.notes)) if told}
         out["metrics"] = {key: strict_json(value.tolist()) for key, value in self.metrics.items()}
         return out
 

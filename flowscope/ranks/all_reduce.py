@@ -137,7 +137,7 @@ class Agreement:
             return
         self._open -= 1
         known = {name: size for name, size in self.sizes.items() if expects(name)}
-        known.update({part.name: part.size for part in own})
+        known |= {part.name: part.size for part in own}
         self.sizes = parts_in_common(known, {part.name for part in own if part.fixed}, device, process_group)
 
 

@@ -79,13 +79,11 @@ def layout(categories: Mapping[str, Mapping[str, Sequence[str]]]) -> Value:
         categories: title of a category -> title of a chart -> its tags: three of them, `(value, lower, upper)`, are a
             line with a band; any other number are lines.
     """
-    charts = {
-        category: [_chart(title, tags) for title, tags in content.items()] for category, content in categories.items()
-    }
-    proto = layout_pb2.Layout(
-        version=0, category=[layout_pb2.Category(title=title, chart=content) for title, content in charts.items()]
-    )
-    tensor = make_tensor_proto(proto.SerializeToString())
+    found = [
+        layout_pb2.Category(title=category, chart=[_chart(title, tags) for title, tags in charts.items()])
+        for category, charts in categories.items()
+    ]
+    tensor = make_tensor_proto(layout_pb2.Layout(version=0, category=found).SerializeToString())
     metadata = custom_scalars.create_summary_metadata()
     return _value(custom_scalars.CONFIG_SUMMARY_TAG, tensor, metadata, summary_pb2.DATA_CLASS_TENSOR)
 

@@ -145,13 +145,11 @@ class TensorBoardSink:
         if record.loss is not None:
             yield protobufs.scalar("flow/loss", record.loss)
         for key, array in record.metrics.items():
-            place = self._place(key, record)
-            seen = array[~np.isnan(array)]
-            if place and seen.size:
+            if place := self._place(key, record):
                 prefix, spec = place
-                yield from _spread(f"{prefix}/{spec.name}", seen)
+                yield from _spread(f"{prefix}/{spec.name}", array)
                 if spec.charted == "log":
-                    yield from _spread(f"{prefix}/log10_{spec.name}", np.log10(np.maximum(seen, LEAST)))
+                    yield from _spread(f"{prefix}/log10_{spec.name}", np.log10(np.maximum(array, LEAST)))
 
     def _charts(self, record: Record) -> dict[str, dict[str, list[str]]]:
         charts: dict[str, dict[str, list[str]]] = {} if record.loss is None else {"loss": {"loss": ["flow/loss"]}}
@@ -207,9 +205,9 @@ class TensorBoardSink:
         self._writer.write(event.SerializeToString())
 
 
-def _spread(tag: str, seen: NDArray[np.float64]) -> Iterator[Any]:
-    """The least, the middle and the largest value over depth."""
-    for name, number in spread(seen).items():
+def _spread(tag: str, values: NDArray[np.float64]) -> Iterator[Any]:
+    """The least, the middle and the largest value over depth; none where nothing was seen."""
+    for name, number in spread(values).items():
         yield protobufs.scalar(f"{tag}/{name}", number)
 
 

@@ -116,13 +116,11 @@ def place(run: RunView, alert: Alert) -> tuple[str | None, int | None]:
     shown_by = (run.header and run.header.shown_by) or told_by_0_1()["shown_by"]
     for metric in (*shown_by.get(alert.kind, ()), "gradient_product"):
         for key in dict.fromkeys((metric_key(metric, flow), metric)):
-            labels = run.labels.get(key)
-            if labels is None:
-                continue
-            row = _row(labels, alert.where)
-            if row is not None or not alert.where:
-                return key, row
-            found = found or key
+            if key in run.labels:
+                row = _row(run.labels[key], alert.where)
+                if row is not None or not alert.where:
+                    return key, row
+                found = found or key
     return found, None
 
 
