@@ -6,6 +6,7 @@ call of a module.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import _symbolic_trace
 from torch.overrides import _pop_mode_temporarily
 
@@ -37,6 +39,14 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def sequence_number(node: Any) -> int:
     """The number of an autograd node; it grows with every node of a thread."""
     return int(node._sequence_nr())
+
+
+def accumulates_into(leaf: Tensor) -> bool:
+    """Whether the backward pass under way adds to `leaf.grad`, or was asked for the gradient of just this leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # torch refuses to say for a leaf that autograd.grad was asked for
+        return True
 
 
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
@@ -80,6 +90,30 @@ def no_training_pass() -> bool:
         or (_dispatch_modes() > 0 and (_dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None))
         or _fx_is_tracing()
     )
+
+
+_OPERATORS: Any = torch.library.Library("flowscope", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATORS.define("unchecked(Tensor(a) x) -> Tensor(a)")
+
+
+def _unchecked(x: Tensor) -> Tensor:
+    with contextlib.suppress(ImportError):  # a torch without it goes on checking
+        from torch.fx.experimental.proxy_tensor import _get_proxies
+
+        for proxy in _get_proxies(x):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+    return x
+
+
+_OPERATORS.impl("unchecked", _unchecked, "CompositeImplicitAutograd")
+unchecked: Callable[[Tensor], Tensor] = torch.ops.flowscope.unchecked.default
+"""In traced code, a tensor that backward may find changed since its forward.
+
+A compiled backward keeps what it adds to as if it were to read it, and raises where another backward (of the same model
+called twice, of the part behind a graph break) has added to it since. What is only added to has no wrong moment. The
+mark is what AOTAutograd has for tensors that an autograd.Function keeps on its `ctx`; the operator itself leaves no
+node. Tried on torch 2.13.0.
+"""
 
 
 def run_uncompiled(code: Any) -> None:

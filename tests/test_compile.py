@@ -296,3 +296,34 @@ def test_without_traced_gradient_hooks_the_compilation_is_kept_and_forward_metri
         assert any("activation gradients are not seen" in note for note in record.notes)
     assert sum("activation gradients are not seen" in r.message for r in caplog.records) == 1
     assert len(traced) == 4
+
+
+class Halves(Stack):
+    """A stack with a graph break in its middle: two compiled backwards add to the same rows."""
+
+    def forward(self, x: Tensor, taps: Any = None) -> Tensor:
+        if taps is not None:
+            return super().forward(x, taps)
+        x = self.blocks[0](self.embed(x))
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, of what a graph break hands on
+@pytest.mark.parametrize(
+    ("net", "order", "first"),
+    [(Stack, (1, 0), 0), (Halves, (0, 1), 1)],  # the steps before the first are not sampled
+)
+def test_two_forwards_before_their_backwards(net: type[Stack], order: tuple[int, int], first: int) -> None:
+    model = net(2)
+    expected = norms(truth(model, data(0)), truth(model, data(1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with watched(model, optimizer, every=lambda step: step >= first) as scope:
+        forward = torch.compile(model, backend="aot_eager")
+        for _ in range(first + 1):
+            optimizer.zero_grad()
+            both = [loss_of(forward, data(k)) for k in (0, 1)]
+            for k in order:
+                both[k].backward()
+            optimizer.step()
+    close_to(scope.records[-1]["grad_norm"], expected)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.sums.statistics import Sums, wide
+from flowscope.torch_internals import HOOKED_INTERMEDIATES, unchecked
 
 _HOST = torch.device("cpu")
 HostSums = NDArray[np.float64] | tuple[float, ...]
@@ -69,10 +70,13 @@ class DepositBuffer:
     def _held(self, row: int, at: int, sums: Tensor) -> Tensor | None:
         """A row's columns from `at` on, on the device of the sums and as many."""
         held = self._tensors.get(sums.device)
+        tracing = torch.compiler.is_compiling()
         if held is None or held.shape[0] <= row:
-            if torch.compiler.is_compiling():
+            if tracing:
                 return None  # a traced hook must not allocate: better no number than a broken compilation
             held = self._grow(sums.device)
+        if tracing and HOOKED_INTERMEDIATES:
+            held = unchecked(held)
         return held[row, at : at + sums.shape[0]]
 
     def deposit(self, row: int, sums: Sums, gradient: Tensor) -> None:
