@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -223,3 +224,70 @@ def test_two_optimizers_with_a_shared_trunk_are_both_known_though_neither_was_gi
     assert [record.step for record in records] == list(range(7))
     assert all(record["param_optimized"].all() for record in records[2:])
     assert records[2]["backward_calls"].max() == 2
+
+
+# -- backward passes inside a loss
+
+
+class Chain(nn.Module):
+    """Layers of one activation behind each other; `forward(x, taps)` appends the points."""
+
+    def __init__(self, activation: type[nn.Module], widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), activation()) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor, taps: list[Tensor] | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if taps is not None:
+                taps.append(x)
+        return x
+
+
+def slope(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]
+
+
+def gradient_penalty(critic: nn.Module, taps: list[list[Tensor]]) -> Tensor:
+    draws = torch.Generator().manual_seed(1)
+    real, fake = torch.randn(6, 4, generator=draws) + 1, torch.randn(6, 4, generator=draws)
+    between = (0.3 * real + 0.7 * fake).requires_grad_()
+    first, second, third = (critic(x, kept) for x, kept in zip((real, fake, between), taps, strict=True))
+    return second.mean() - first.mean() + 10 * (slope(third, between).norm(dim=1) - 1).square().mean()
+
+
+def heat_equation(net: nn.Module, taps: list[list[Tensor]]) -> Tensor:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    u = net(x, taps[0])
+    first = slope(u, x)
+    return (slope(first[:, :1], x)[:, 1:2] + u - 1).square().mean() + net(torch.zeros(2, 4), taps[1]).square().mean()
+
+
+def fit_of_a_gradient(net: nn.Module, taps: list[list[Tensor]]) -> Tensor:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return (slope(net(x, taps[0]), x) - 1).square().mean()
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.LeakyReLU])
+@pytest.mark.parametrize("loss", [gradient_penalty, heat_equation, fit_of_a_gradient])
+@pytest.mark.parametrize("create_graph", [False, True])  # as for an optimizer of second order
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_what_a_loss_differentiates_itself_is_no_gradient_of_it(
+    loss: Any, activation: type[nn.Module], create_graph: bool
+) -> None:
+    model = Chain(activation, (4, 8, 8, 8, 1))
+    twin, taps = copy.deepcopy(model), [[], [], []]
+    total = loss(twin, taps)
+    passes = [torch.autograd.grad(total, kept, retain_graph=True, allow_unused=True) for kept in taps if kept]
+    expected = norms(*passes)
+    gradients = torch.autograd.grad(total, list(twin.parameters()), allow_unused=True)
+    weights = [float(g.norm()) if g is not None else np.nan for g in gradients]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with watched(model, optimizer) as scope:
+        loss(model, [[], [], []]).backward(create_graph=create_graph)
+        optimizer.step()
+    (record,) = scope.records
+    seen = record["grad_norm"][1:]  # behind the input, which is no layer's output
+    seen[(seen == 0) & np.isnan(expected)] = np.nan  # autograd may hand on zeros, or nothing
+    close_to(seen, expected)
+    close_to(record["param_grad_norm"], weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,15 @@ from flowscope.errors import StopTraining
 from flowscope.faults import LOGGER, Faults
 from flowscope.hooks import compiled
 from flowscope.hooks.canary import Canary
-from flowscope.torch_internals import at_end_of_backward, is_batched, is_view, no_training_pass, run_uncompiled
+from flowscope.torch_internals import (
+    accumulates_into,
+    at_end_of_backward,
+    backward_under_way,
+    is_batched,
+    is_view,
+    no_training_pass,
+    run_uncompiled,
+)
 from flowscope.torch_internals import in_backward as in_backward
 
 Observe = Callable[..., None]
@@ -125,6 +133,10 @@ class Hooks:
         self.canary = Canary()
         self.on_stale_run: Callable[[], Any] = lambda: None
         """To be called when a flow begins while the switch is stale."""
+        self.trained: Callable[[], Iterable[Tensor | None]] = lambda: ()
+        """The parameters of the model."""
+        self._pass = -1, False
+        """The backward pass that was asked about last, and whether it is a part of a forward."""
         self.optimizers: Callable[[], Sequence[Any]] = lambda: ()
         """Those known to hold parameters of the model, in the order they step."""
         self.statistics: list[Any] = []
@@ -190,7 +202,7 @@ class Hooks:
         if compiling and not compiled.HOOKED_INTERMEDIATES:
             deposit(None)
             return
-        hook = _gradient_hook(part, deposit, self.faults)
+        hook = _gradient_hook(part, deposit, self.faults, self._inside_a_forward)
         if compiling:
             _register(x, hook)
             return
@@ -200,6 +212,20 @@ class Hooks:
             if (older := self._leaves.pop(key, None)) is not None:
                 older.remove()
             self._leaves[key] = handle
+
+    def _inside_a_forward(self) -> bool:
+        """Whether the backward pass under way is itself a part of a loss: a gradient penalty, a physics-informed one.
+
+        It records a graph and asks for no gradient of the model's parameters. What it sends through the points is not
+        the gradient of the loss.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        task = backward_under_way()
+        if task != self._pass[0]:
+            trained = (p for p in self.trained() if p is not None and p.requires_grad and p.is_leaf)
+            self._pass = task, not any(map(accumulates_into, trained))
+        return self._pass[1]
 
     def remove(self, handle: Any) -> None:
         """Remove one hook before the others."""
@@ -213,7 +239,7 @@ class Hooks:
 
     def close(self) -> None:
         """Remove every hook, and let go of who registered them."""
-        self.on_stale_run, self.optimizers = lambda: None, tuple
+        self.on_stale_run, self.optimizers, self.trained = lambda: None, tuple, tuple
         self.release_leaves()
         while self._handles:
             self._handles.pop().remove()
@@ -252,7 +278,9 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return _register(x, first)
 
 
-def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults) -> Callable[[Tensor], None]:
+def _gradient_hook(
+    part: str, deposit: Callable[[Tensor], None], faults: Faults, inside_a_forward: Callable[[], bool]
+) -> Callable[[Tensor], None]:
     failed = faults.failed
 
     def hook(gradient: Tensor | None) -> None:
@@ -262,7 +290,8 @@ def _gradient_hook(part: str, deposit: Callable[[Tensor], None], faults: Faults)
         if not torch.compiler.is_compiling() and is_batched(gradient):
             return  # a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once
         try:
-            deposit(gradient.detach())
+            if not inside_a_forward():
+                deposit(gradient.detach())
         except Exception as error:
             faults.report(part, error)
 

@@ -60,6 +60,7 @@ class Observation:
         self.on_run: Callable[[], Any] = lambda: None
         self.owner: Any = None
         hooks.on_stale_run = lambda: self.on_run()
+        hooks.trained = view.parameters.current
         # the last one first: statistics per point stand behind the flows at whose points they are measured
         for instrument in reversed(self.instruments):
             self.faults.guard(instrument.fuse, instrument.attach, view, hooks)
