@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from flowscope.scope import Scope
+    from flowscope.steps.backward_losses import BackwardLosses
 
 
 NOTHING_WATCHED = (
@@ -43,7 +44,8 @@ class Launch:
         self.scopes: list[Scope] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._scalers: list[weakref.ref[Any]] = []
-        self._forwards: dict[int, int] = {}
+        self._told: list[BackwardLosses] = []
+        self._failed: set[str] = set()
         self._finder = PatchOnImport(
             {
                 "torch.optim.optimizer": lambda module: after_making(module.Optimizer, self._optimizer_made),
@@ -61,10 +63,10 @@ class Launch:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         writes = first_rank()
-        for scope in self.scopes:
-            summary = scope.summary()
-            scope.close()
-            if writes:
+        for number, scope in enumerate(self.scopes):
+            summary = self._guard(f"the summary of model {number + 1}", scope.summary)
+            self._guard(f"the end of model {number + 1}", scope.close)
+            if writes and summary is not None:
                 print(f"\n{summary}", file=sys.stderr)
         last = f"the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
         if writes:
@@ -101,6 +103,8 @@ class Launch:
             return
         scope.automatic = True
         self.scopes.append(scope)
+        if (told := scope.losses_of_backward()) is not None:
+            self._told.append(told)
         if len(self.scopes) == 1:
             self._listen_to_losses()
 
@@ -118,24 +122,41 @@ class Launch:
 
         @functools.wraps(backward)
         def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and loss.numel() == 1:
-                self._take_loss(loss)
-            return backward(loss, *args, **kwargs)
+            if torch.compiler.is_compiling() or loss.numel() != 1:
+                return backward(loss, *args, **kwargs)
+            self._guard("the loss", self._backward_begins, loss)
+            try:
+                return backward(loss, *args, **kwargs)
+            finally:
+                for told in self._told:
+                    self._guard("the loss", told.ended)
 
         torch.Tensor.backward = listening  # type: ignore[method-assign,assignment]
 
-    def _take_loss(self, loss: Tensor) -> None:
+    def _backward_begins(self, loss: Tensor) -> None:
+        from flowscope.arguments import loss_value
+
         value = loss.detach()
         scales = [getattr(known(), "_scale", None) for known in self._scalers]
         used = [scale for scale in scales if scale is not None]
-        if used:
-            value = value / used[-1].to(value.device)
-        for number, scope in enumerate(self.scopes):
-            # of several models the loss belongs to those that ran since their last one
-            forwards = scope.forwards
-            if forwards != self._forwards.get(number, 0):
-                self._forwards[number] = forwards
-                scope.give_loss(value)
+        number = loss_value(value / used[-1].to(value.device) if used else value)
+        if number is not None:
+            for told in self._told:
+                told.begins(number)
+
+    def _guard(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+        """A fault of ours is told once and never raised."""
+        if part in self._failed:
+            return None
+        try:
+            return call(*args)
+        except Exception as error:
+            self._failed.add(part)
+            print(
+                f"flowscope: {part} is not seen any more, the script goes on: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
+            return None
 
 
 # -- the script ------------------------------------------------------------------------------------------------------

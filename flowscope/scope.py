@@ -25,6 +25,7 @@ from flowscope.recorder import Recorder
 from flowscope.records import Alert, Record
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import Run, Sink
+from flowscope.steps.backward_losses import BackwardLosses
 from flowscope.steps.driver import StepCount, StepDriver
 from flowscope.steps.optimizers import OwnOptimizers
 from flowscope.summary import summarize
@@ -202,10 +203,13 @@ class Scope:
         """How many forward passes in training the model has begun."""
         return self._driver.observation.passes.forwards if self._driver is not None else 0
 
-    def give_loss(self, loss: Tensor) -> None:
-        """A loss of the step under way, for launchers that see the backward itself; never ends a step."""
-        if self._driver is not None and (value := arguments.loss_value(loss)) is not None:
-            self._driver.losses.under_way.give(value)
+    def losses_of_backward(self) -> BackwardLosses | None:
+        """Where a launcher that sees backward passes tells of them: each step takes its own loss; None once closed."""
+        if self._driver is None:
+            return None
+        told = BackwardLosses(self._driver.observation.view.parameters)
+        self._driver.losses.at_end = told.take
+        return told
 
     def use_scaler(self, scaler: Any) -> None:
         """Take over a GradScaler that was made after attaching; as `watch(scaler=...)`."""

@@ -139,6 +139,114 @@ def test_several_models_a_scaler_and_a_watch_of_the_scripts_own(tmp_path: Path) 
     assert not recorded.superseded
 
 
+WHOSE = """
+import json, torch
+from torch import nn
+torch.manual_seed(0)
+
+def net(*widths):
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = net(4, 6, 2), net(4, 6, 1)
+
+    def evaluate(self, x):
+        return self.actor(x), self.critic(x)
+
+G, D, agent, small, inside, closed = net(3, 8, 2), net(2, 8, 1), Agent(), net(4, 5, 1), net(4, 7, 1), net(4, 9, 1)
+oG, oD = torch.optim.SGD(G.parameters(), 0.01), torch.optim.SGD(D.parameters(), 0.01)
+oA, oS = torch.optim.Adam(agent.parameters()), torch.optim.SGD(small.parameters(), 0.01)
+each = {p: torch.optim.SGD([p], 0.01) for p in inside.parameters()}
+oC = torch.optim.LBFGS(closed.parameters(), max_iter=3)
+
+def step_inside(p):
+    each[p].step()
+    p.grad = None
+
+for p in each:
+    p.register_post_accumulate_grad_hook(step_inside)
+told = {name: [] for name in ("G", "D", "agent", "small", "inside", "closed")}
+for step in range(4):
+    fake = G(torch.randn(16, 3))
+    oD.zero_grad(set_to_none=False)
+    real_loss, fake_loss = 100 - D(torch.randn(16, 2)).mean(), 90 + D(fake.detach()).mean()
+    real_loss.backward()
+    fake_loss.backward()
+    oD.step()
+    oG.zero_grad()
+    loss = 1 - D(fake).mean()
+    loss.backward()
+    oG.step()
+    told["D"].append((real_loss.item() + fake_loss.item()) / 2)
+    told["G"].append(loss.item())
+
+    actions, value = agent.evaluate(torch.randn(8, 4))
+    loss = 7 + actions.square().mean() + value.square().mean()
+    oA.zero_grad()
+    loss.backward()
+    oA.step()
+    told["agent"].append(loss.item())
+
+    x = torch.randn(8, 4).requires_grad_()
+    slope, = torch.autograd.grad(small(x).sum(), x, create_graph=True)
+    loss = 20 + (slope - 1).square().mean()
+    loss.backward()
+    oS.step()
+    oS.zero_grad()
+    told["small"].append(loss.item())
+
+    loss = 30 + inside(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    told["inside"].append(loss.item())
+
+    x = torch.randn(8, 4)
+
+    def closure():
+        oC.zero_grad()
+        loss = 40 + (closed(x) - 1).square().mean()
+        loss.backward()
+        told["last"] = loss.item()
+        return loss
+
+    oC.step(closure)
+    told["closed"].append(told.pop("last"))
+print(json.dumps(told))
+"""
+
+
+def test_each_model_has_the_loss_that_its_optimizer_steps_on(tmp_path: Path) -> None:
+    """Adversaries, methods instead of calls, a loss of gradients, steps inside backward, closures."""
+    (tmp_path / "whose.py").write_text(WHOSE)
+    result = python("-m", "flowscope", "run", "--log-dir", "logs", "whose.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    runs = [read_run(file.parent) for file in (tmp_path / "logs").rglob("flowscope.jsonl")]
+    # each script's losses are about a number of their own
+    found = sorted([record.loss for record in run.records] for run in runs)
+    assert found == [pytest.approx(losses, rel=1e-5) for losses in sorted(told.values())]
+
+
+COMPLEX = """
+import torch
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(2):
+    loss = torch.complex(net(torch.ones(3, 2)), net(torch.ones(3, 2))).square().mean()
+    loss.backward(torch.ones_like(loss))
+    optimizer.step()
+print("done")
+"""
+
+
+def test_a_loss_that_is_no_number_does_not_end_the_script(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(COMPLEX)
+    result = python("-m", "flowscope", "run", "--log-dir", "logs", "odd.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
 def test_nothing_to_watch_is_said(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("print('done')")
     result = python("-m", "flowscope", "run", "none.py", cwd=tmp_path)

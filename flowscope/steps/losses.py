@@ -6,6 +6,7 @@ No step waits for a device: a loss is read when its record is made.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -115,16 +116,19 @@ class Losses:
     Attributes:
         under_way: the loss of the step under way.
         unclaimed: that of the step that ended since the last call of `scope.step`: the next call may belong to it.
+        at_end: the values that are known only when the step ends (of a launcher that listens to backward passes).
     """
 
     def __init__(self) -> None:
         self.under_way = StepLoss()
         self.unclaimed: StepLoss | None = None
+        self.at_end: Callable[[], Iterable[Value]] = tuple
 
     def end(self, step: int) -> StepLoss:
         """The step under way has ended and has this number."""
         self.unclaimed = ended = self.under_way
         self.under_way = StepLoss()
+        ended.values += self.at_end()
         ended.step = step
         return ended
 
