@@ -113,7 +113,7 @@ class Copy:
 
 def test_a_loss_on_its_way_holds_its_record_back_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowscope.steps.losses.HostCopy", Copy)
-    monkeypatch.setattr("flowscope.scope.loss_value", lambda loss: LateLoss(loss.detach()))
+    monkeypatch.setattr("flowscope.arguments.loss_value", lambda loss: LateLoss(loss.detach()))
     torch.manual_seed(2)
     model = Stack(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
