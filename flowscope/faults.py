@@ -12,6 +12,11 @@ from flowscope.errors import StopTraining
 LOGGER = logging.getLogger("flowscope")
 
 
+def is_off() -> bool:
+    """Whether the environment turns flowscope off: `watch`, callbacks and `flowscope run` then observe nothing."""
+    return os.environ.get("FLOWSCOPE_OFF") == "1"
+
+
 class Faults:
     """Knows which parts (a probe, a detector, a sink, a callback) failed; `FLOWSCOPE_STRICT=1` raises instead."""
 

@@ -12,6 +12,7 @@ tells the loss. Processes that the script spawns itself are not followed; under 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowscope.errors import FlowscopeError
+from flowscope.faults import is_off
 from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
 from flowscope.sinks import ConsoleSink
 
@@ -176,7 +178,7 @@ def run_script(command: Sequence[str], log_dir: Path, *, module: bool, options: 
         SystemExit: the script's own, or status 1 after an exception (shown without our frames).
     """
     script = script_of(command, module=module)
-    with Launch(log_dir, options):
+    with contextlib.nullcontext() if is_off() else Launch(log_dir, options):
         try:
             script()
         except (SystemExit, KeyboardInterrupt):

@@ -14,7 +14,7 @@ from flowscope.arguments import AlertCallback, WatchArguments
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import Detector
 from flowscope.errors import FlowscopeError
-from flowscope.faults import LOGGER, Faults
+from flowscope.faults import LOGGER, Faults, is_off
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, specs_of
 from flowscope.model.plan import FlowPlan, display_path
@@ -29,6 +29,11 @@ from flowscope.steps.backward_losses import BackwardLosses
 from flowscope.steps.driver import StepCount, StepDriver
 from flowscope.steps.optimizers import OwnOptimizers
 from flowscope.summary import summarize
+
+NO_FLOWS = FlowPlan((), ())
+NOTHING = WatchArguments(None, None, make_schedule(10), (), (), None, (), None, (), (), WatchConfig())
+"""The arguments of a scope that observes nothing."""
+OFF = "Nothing is watched: FLOWSCOPE_OFF=1."
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
 
@@ -68,9 +73,17 @@ def watch(
         detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
         config: `WatchConfig` or a dict of its keys.
 
+    Returns:
+        The scope. It observes nothing, and takes every call, where the environment says `FLOWSCOPE_OFF=1`, and where a
+        model cannot be read at all (which is logged once).
+
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
     """
+    if is_off():
+        return Scope(nn.Module(), NOTHING)
+    if is_off():
+        return Scope(nn.Module(), NOTHING)
     arguments.check_model(model)
     return Scope(
         model,
@@ -102,39 +115,59 @@ class Scope:
     def __init__(self, model: nn.Module, given: WatchArguments) -> None:
         _check_watched(model)
         self.config = given.config
-        view = ModelView(model, given.flows, given.gates)
-        self.flows: FlowPlan = view.flows
+        self.flows = NO_FLOWS
         self.automatic = False
         self._faults = Faults()
         self._recorder = Recorder(self.config, self._faults, given.callbacks, given.detectors)
         self._count = StepCount(given.schedule, self.config.slow_every, self._faults)
         self._closed = False
         self._driver: StepDriver | None = None
+        self._model = weakref.ref(model)
+        if not is_off():
+            self._try_to_attach(model, given)
+
+    def _try_to_attach(self, model: nn.Module, given: WatchArguments) -> None:
+        """Attach; where the model is one that we cannot read, say so once, and be a scope that observes nothing."""
         hooks = Hooks(self._faults)
-        # sinks before hooks: an unwritable log_dir must leave the model untouched
         try:
-            if writes := is_first_process():
-                self._recorder.outlet.open(given.log_dir, self.config, quiet=bool(given.callbacks))
-            observation = Observation(view, self.config, hooks, given.instruments)
-            self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
-            own = OwnOptimizers(model, given.optimizer)
-            hooks.optimizers = lambda: own.known
-            self._driver = driver = StepDriver(own, observation, self._recorder, self._count, given.schedule)
-            if given.scaler is not None:
-                driver.use_scaler(given.scaler)
-        except BaseException:
+            self._attach(model, given, hooks)
+        except BaseException as error:
+            self._driver = None
             hooks.close()
             self._recorder.outlet.close()
+            _WATCHED.pop(model, None)
+            if isinstance(error, FlowscopeError) or not isinstance(error, Exception):
+                raise
+            self._faults.report(f"watching {type(model).__name__}", error)
+
+    def _attach(self, model: nn.Module, given: WatchArguments, hooks: Hooks) -> None:
+        view = ModelView(model, given.flows, given.gates)
+        try:
+            self.flows = view.flows
+        except FlowscopeError:
             raise
+        except Exception as error:
+            self._faults.report("flows", error)
+            self.flows = view.flows = NO_FLOWS
+        # sinks before hooks: an unwritable log_dir must leave the model untouched
+        if writes := is_first_process():
+            self._recorder.outlet.open(given.log_dir, self.config, quiet=bool(given.callbacks))
+        observation = Observation(view, self.config, hooks, given.instruments)
+        self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
+        own = OwnOptimizers(model, given.optimizer)
+        hooks.optimizers = lambda: own.known
+        driver = StepDriver(own, observation, self._recorder, self._count, given.schedule)
+        if given.scaler is not None:
+            driver.use_scaler(given.scaler)
         self._faults.guard("ranks", driver.ranks.others.attach)
         # a sink that says so sees the events of every rank, others write once a run
         self._recorder.outlet.sinks += [
             (part, s) for part, s in given.sinks if writes or getattr(s, "every_rank", False)
         ]
+        self._driver = driver
         self._bind(given.callbacks)
         observation.owner = self
         _WATCHED[model] = weakref.ref(self)
-        self._model = weakref.ref(model)
         for note in self.flows.notes:
             LOGGER.info("flowscope: %s", note)
         if not len(self.flows):
@@ -165,12 +198,15 @@ class Scope:
         """
         driver = self._open("step")
         value, number = arguments.loss_value(loss), arguments.step_number(step)
+        if driver is None:
+            return
         driver.mark()
         driver.told(value, number)
         self._recorder.raise_stop()
 
-    def _open(self, call: str) -> StepDriver:
-        if self._closed or self._driver is None:
+    def _open(self, call: str) -> StepDriver | None:
+        """What drives the steps; None where nothing is watched (`FLOWSCOPE_OFF=1`, or attaching failed)."""
+        if self._closed:
             raise FlowscopeError(
                 f"scope.{call}() after scope.close(): got a closed scope, expected an open one; call "
                 "flowscope.watch again."
@@ -179,11 +215,13 @@ class Scope:
 
     def pause(self) -> None:
         """Observe nothing until `resume`; steps are still counted."""
-        self._open("pause").pause()
+        if (driver := self._open("pause")) is not None:
+            driver.pause()
 
     def resume(self) -> None:
         """Observe again, from the next step on (the one under way where nothing of it was missed)."""
-        self._open("resume").resume()
+        if (driver := self._open("resume")) is not None:
+            driver.resume()
 
     @property
     def records(self) -> list[Record]:
@@ -234,7 +272,8 @@ class Scope:
     def summary(self) -> str:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
-        return summarize(self._recorder.header, records, alerts, self._faults.failed, self.flows)
+        plan = OFF if is_off() else self.flows
+        return summarize(self._recorder.header, records, alerts, self._faults.failed, plan)
 
     def report(self, path: str | Path) -> Path:
         """Write the run so far as one HTML file that opens from disk, and return its path; waits for copies under way.
@@ -269,7 +308,10 @@ class Scope:
                 f"scope.load_state_dict(state): got {state!r:.80} ({type(error).__name__}: {error}), expected what "
                 "scope.state_dict() returned."
             ) from None
-        driver.load(step, samples)
+        if driver is None:
+            self._count.step, self._count.samples = step, samples  # a checkpoint hands them on
+        else:
+            driver.load(step, samples)
 
     @property
     def closed(self) -> bool:
@@ -278,9 +320,11 @@ class Scope:
 
     def close(self) -> None:
         """Finish what is pending, remove every hook, close the sinks. Idempotent; records and alerts stay readable."""
-        if self._closed or self._driver is None:
+        if self._closed:
             return
         self._closed = True
+        if self._driver is None:
+            return
         try:
             self._driver.finish()
         finally:

@@ -20,6 +20,7 @@ from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.plan import display_path
+from flowscope.model.structure import attribute
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
 
@@ -34,7 +35,7 @@ class NormProbe:
 
     def __init__(self, label: str, module: nn.Module) -> None:
         self.label, self.module = label, module
-        self.eps = float(getattr(module, "eps", 0.0))
+        self.eps = float(attribute(module, "eps", 0.0))
         self.sums: Tensor | None = None
         self.calls = 0
         self.average: Array | None = None

@@ -12,6 +12,7 @@ from torch import nn
 
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.structure import (
+    whole_number,
     LISTS,
     Named,
     children,
@@ -97,8 +98,9 @@ class Search:
         """Sibling lists of equal length that hold the parts of one block each (XLM: attentions, norms, ffns, norms)."""
         by_length: dict[int, list[str]] = defaultdict(list)
         for name, child in rest.items():
-            if isinstance(child, nn.ModuleList) and len(child) > 1:
-                by_length[len(child)].append(name)
+            # entries that are None have a length, and are no children
+            if isinstance(child, nn.ModuleList) and (count := sum(1 for _ in child.children())) > 1:
+                by_length[count].append(name)
         for names in by_length.values():
             parts = [n for n in names if all(is_part(c) or is_norm(c) for c in rest[n].children())]
             branches = [n for n in parts if all(is_block(c) for c in rest[n].children()) and not is_parallel(n)]
@@ -335,5 +337,4 @@ def _ends(module: nn.Module) -> tuple[int, int]:
     if not steps:
         return 0, 0
     first = layers[0]
-    into = getattr(first, "num_features", None) or widths(first)[0]
-    return (into if isinstance(into, int) else 0), widths(steps[-1])[1]
+    return whole_number(first, "num_features") or widths(first)[0], widths(steps[-1])[1]

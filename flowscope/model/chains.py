@@ -15,6 +15,7 @@ from torch import nn
 
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.structure import (
+    attribute,
     Named,
     children,
     is_activation,
@@ -145,7 +146,7 @@ def _place(last: _Leaf, leaf: _Leaf) -> str:
     (last_in, out), (into, _) = widths(last.module), widths(leaf.module)
     if not out or not into or out == into:
         return "next"
-    if hasattr(unwrap(last.module), "out_channels") and into % out == 0:
+    if attribute(unwrap(last.module), "out_channels") is not None and into % out == 0:
         return "next"  # flattened before a linear layer, or skip features concatenated
     return "beside" if into == last_in else "apart"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.model.nested import nested_tensors
+from flowscope.model.structure import attribute
 from flowscope.torch_internals import sequence_number
 
 HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")
@@ -88,7 +89,7 @@ class AxisReader:
             elif isinstance(child, (nn.MultiheadAttention, nn.RNNBase)):
                 time_first = time_first or not child.batch_first
             elif "norm" in type(child).__name__.lower():
-                weight = getattr(child, "weight", None)
+                weight = attribute(child, "weight")
                 features |= {int(weight.shape[-1])} if isinstance(weight, Tensor) and weight.dim() else set()
         return cls(frozenset(channels), frozenset(features), time_first)
 

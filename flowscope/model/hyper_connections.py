@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flowscope.model.plan import Flow, display_path
-from flowscope.model.structure import Named
+from flowscope.model.structure import Named, whole_number
 
 _CLASSES = {
     ("hyper_connections.hyper_connections", "HyperConnections"): "dynamic",
@@ -48,8 +48,8 @@ def find_hyper_connections(modules: Iterable[Named]) -> list[KnownConnection]:
     for path, module in modules:
         kind = _kind(module)
         gives = kind in ("returned", "carried")
-        streams = getattr(module, "hc_mult" if gives else "num_residual_streams", None) if kind else None
-        if isinstance(streams, int) and streams > 1 and (gives or _plain(module)):
+        streams = whole_number(module, "hc_mult" if gives else "num_residual_streams") if kind else None
+        if streams is not None and streams > 1 and (gives or _plain(module)):
             found.append(KnownConnection(path, module, kind, streams))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flowscope.model.structure import Named, join
+from flowscope.model.structure import Named, attribute, join, whole_number
 
 _EXPERTS = re.compile(r"(^|_)experts$", re.IGNORECASE)
 _SHARED = re.compile(r"shared|dense", re.IGNORECASE)
@@ -114,14 +114,14 @@ def _outputs(module: nn.Module) -> int | None:
 
 
 def _config(module: nn.Module) -> Any:
-    return getattr(module, "config", None) or getattr(module, "cfg", None)
+    return attribute(module, "config") or attribute(module, "cfg")
 
 
 def _number(holders: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
     """The first attribute of these names that is a whole number above 0."""
     for holder in holders:
         for name in names if holder is not None else ():
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            value = whole_number(holder, name)
+            if value is not None and value > 0:
                 return value
     return None

@@ -46,6 +46,21 @@ def children(module: nn.Module) -> Iterator[Named]:
     return ((name, child) for name, child in named if not (is_ours(child) or is_scripted(child)))
 
 
+def attribute(holder: Any, name: str, default: Any = None) -> Any:
+    """As `getattr`, of a module of the user's: what its own `__getattr__` raises means that it is not there."""
+    try:
+        return getattr(holder, name)
+    except Exception:
+        return default
+
+
+def whole_number(holder: Any, name: str) -> int | None:
+    """An attribute that is a whole number, numpy's included (shapes of gym's spaces are); None where it is none."""
+    value = attribute(holder, name)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if whole else None
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside compile, FSDP and checkpoint wrappers."""
     return unwrapped("", module)[1]
@@ -175,7 +190,7 @@ def keeps_statistics(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # its statistics are those of single samples
         return False
     kept = module._buffers.get("running_mean"), module._buffers.get("running_var")
-    return getattr(module, "track_running_stats", True) and all(isinstance(buffer, Tensor) for buffer in kept)
+    return attribute(module, "track_running_stats", True) and all(isinstance(buffer, Tensor) for buffer in kept)
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -255,8 +270,9 @@ def widths(module: nn.Module) -> tuple[int, int]:
     inner = unwrap(module)
     inner = inner._modules.get("base_layer") or inner
     for a, b in (("in_features", "out_features"), ("in_channels", "out_channels")):
-        if isinstance(getattr(inner, a, None), int) and isinstance(getattr(inner, b, None), int):
-            return getattr(inner, a), getattr(inner, b)
+        into, out = whole_number(inner, a), whole_number(inner, b)
+        if into is not None and out is not None:
+            return into, out
     return 0, 0
 
 
