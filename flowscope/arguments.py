@@ -109,9 +109,9 @@ def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
         )
     named = [(f"sink {type(sink).__name__} {number}", sink) for number, sink in enumerate(sinks)]
     for number, (_, sink) in enumerate(named):
-        if not isinstance(sink, Sink):
+        if isinstance(sink, type) or not isinstance(sink, Sink):
             raise FlowscopeError(
-                f"watch(sinks=...): entry {number} is a {type(sink).__name__}, expected an object with "
+                f"watch(sinks=...): entry {number} is a {type(sink).__name__} ({sink!r:.60}), expected an object with "
                 "write(event) and close()."
             )
     return named

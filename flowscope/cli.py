@@ -20,17 +20,21 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
-from flowscope.detectors import Detector
+from flowscope.coverage import Mute
+from flowscope.detectors import DETECTORS, Detector
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
 
+REPLAYED = 100
+"""So many records of an old run are judged again to say what its silence covers."""
 LISTED = 8
 """How many runs below a folder an error names."""
 
@@ -122,10 +126,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _summary(arguments: argparse.Namespace) -> None:
+    from flowscope.detectors.replay import replay
     from flowscope.summary import summarize
 
     run = _read(arguments.run)
     header = run.header or RunHeader()
+    if not header.coverage and run.records:  # a run of 0.1, or one of a few records
+        _, detectors = replay(header, run.records[:REPLAYED], _limits(header.config, ()))
+        header = replace(header, coverage=detectors.covered(header))
     print(summarize(header, run.records, run.alerts, {}, f"The file is {arguments.run}."))
 
 
@@ -159,6 +167,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         )
         print(f"{arguments.run}: {ends or 'no record'}")
         print(diagnose(alerts))
+        print(detectors.covered(header))
     return int(any(alert.severity == "error" for alert in detectors.standing))
 
 
@@ -184,6 +193,8 @@ def _limits(recorded: Mapping[str, Any], changes: Sequence[str], own: Collection
     """
     config = {key: value for key, value in recorded.items() if key in WatchConfig.model_fields}
     config["limits"] = {kind: limit for kind, limit in recorded.get("limits", {}).items() if kind in own}
+    kinds = {*own, *(detector.kind for detector in DETECTORS)}
+    config["mute"] = [pattern for pattern in recorded.get("mute", ()) if not Mute([pattern]).unknown(kinds)]
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flowscope.errors import FlowscopeError
 
@@ -84,7 +84,14 @@ class WatchConfig(BaseModel):
     expert_violation: float = Field(3.0, gt=0, description="MaxVio (heuristic; balanced .04 to .72)")
     solver_growth: float = Field(4.0, gt=1, description="evaluations over the first records' median (heuristic)")
     solver_residual: float = Field(0.01, gt=0, description="relative residual (heuristic: ten times DEQ's usual 1e-3)")
+    mute: tuple[str, ...] = Field((), description="alerts not to be raised: KIND or KIND:WHERE, * matches anything")
     limits: dict[str, float] = Field({}, description="limits of detectors of your own, by their kind")
+
+    @field_validator("mute", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """One pattern, or several with commas between as the command line gives them."""
+        return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
 
     @model_validator(mode="wrap")
     @classmethod

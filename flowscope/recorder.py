@@ -29,6 +29,9 @@ from flowscope.sinks import ConsoleSink, JsonlSink, Sink
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import LossesSinceRecord
 
+TOLD_AFTER = 10
+"""After so many records a run says for the first time what silence covers."""
+
 
 class Outlet:
     """The sinks of one scope, each under the name that its faults are reported by.
@@ -183,8 +186,22 @@ class Recorder:
         self._update_header(made[1], record)
         return record
 
+    def covered(self) -> RunHeader:
+        """The header with the line on what silence covers by now."""
+        line = self.faults.guard("coverage", self.detectors.covered, self.header)
+        return replace(self.header, coverage=line or "")
+
+    def tell_coverage(self) -> None:
+        """Write the header again with that line."""
+        if self.records and (told := self.covered()) != self.header:
+            self.header = told
+            self.outlet.emit(told)
+
     def _judge(self, record: Record) -> None:
-        for alert in self.faults.guard("detectors", self.detectors.check, record, self.header) or []:
+        alerts = self.faults.guard("detectors", self.detectors.check, record, self.header) or []
+        if alerts or self.detectors.coverage.records == TOLD_AFTER:
+            self.tell_coverage()
+        for alert in alerts:
             self.alerts.append(alert)
             self.outlet.emit(alert)
             for number, callback in enumerate(self.callbacks):

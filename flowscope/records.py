@@ -64,6 +64,8 @@ class RunHeader:
         environment: versions of what the run was made with.
         metrics: name -> what the metric means and how it is drawn; empty in runs of 0.1.
         shown_by: kind of alert -> the metrics that show it, best first; empty in runs of 0.1.
+        coverage: one line on what silence covers: what was judged, what could not be; empty before the first records
+            and in runs of 0.1.
         extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
     """
 
@@ -75,6 +77,7 @@ class RunHeader:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     shown_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     extremes: Mapping[str, str] = field(default_factory=dict)
+    coverage: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""

@@ -273,7 +273,7 @@ class Scope:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
         plan = OFF if is_off() else self.flows
-        return summarize(self._recorder.header, records, alerts, self._faults.failed, plan)
+        return summarize(self._recorder.covered(), records, alerts, self._faults.failed, plan)
 
     def report(self, path: str | Path) -> Path:
         """Write the run so far as one HTML file that opens from disk, and return its path; waits for copies under way.
@@ -288,7 +288,7 @@ class Scope:
         records, alerts = self.records, self.alerts
         if not records:
             raise FlowscopeError("scope.report(path): there is no record yet, expected a training step before it.")
-        return write_report(Run(self._recorder.header, records, alerts), path)
+        return write_report(Run(self._recorder.covered(), records, alerts), path)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
@@ -333,6 +333,7 @@ class Scope:
                 _WATCHED.pop(model, None)
             # the scope keeps neither model nor optimizer alive
             self._driver = None
+            self._faults.guard("coverage", self._recorder.tell_coverage)
             self._recorder.outlet.close()
 
     def _repr_html_(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flowscope.coverage import Coverage
 from flowscope.diagnosis import diagnose
 from flowscope.records import Alert, Record, RunHeader, few, metric_key
 from flowscope.sinks.console import sparkline
@@ -20,7 +21,7 @@ def summarize(
 ) -> str:
     """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, failed parts."""
     if not records:
-        return f"flowscope: no record yet.\n{plan}"
+        return "\n".join([f"flowscope: no record yet.\n{plan}", *_switched_off(failed), _covered(header)])
     last = records[-1]
     loss = "" if last.loss is None else f", loss {last.loss:.4g}"
     lines = [f"flowscope: {len(records)} records, last at step {last.step}{loss}"]
@@ -32,8 +33,15 @@ def summarize(
     lines += [f"  {line}" for line in diagnose(alerts).splitlines()]
     for words, names in ((NEVER_RAN, _never_ran(header, records)), (NO_GRADIENT, _without_gradient(records))):
         lines += [f"  {words}: {few(names)}"] * bool(names)
-    lines += [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_switched_off(failed), _covered(header)])
+
+
+def _switched_off(failed: Mapping[str, str]) -> list[str]:
+    return [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
+
+
+def _covered(header: RunHeader) -> str:
+    return header.coverage or Coverage().line(header)
 
 
 def _profile(product: np.ndarray[Any, Any], points: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 
 import flowscope
 from flowscope.errors import FlowscopeError
+from flowscope.faults import is_off
 from flowscope.integrations.model_loss import ModelLoss
 from flowscope.integrations.trainer import TrainerWatch
 from flowscope.records import Alert
@@ -73,7 +74,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         known = inner if isinstance(inner, torch.optim.Optimizer) else None
         scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
         scope = self._watch(model, known, self._ask_stop, scaler=scaler)
-        self._loss = ModelLoss(model)
+        self._loss = None if is_off() else ModelLoss(model)
         # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours
         callbacks: Any = state.stateful_callbacks
         saved = callbacks.setdefault(type(self).__name__, self.state())
@@ -129,7 +130,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """The scope's state (step count, baselines, standing alerts), for the Trainer's checkpoints."""
         arguments = {"mode": self._mode, "stop_on": self._stop_on, **self._options}
-        live = self.scope is not None and self._loss is not None
+        live = self.scope is not None and not self.scope.closed
         return {
             "args": {name: value for name, value in arguments.items() if _is_json(value)},
             "attributes": {"restored": self.scope.state_dict() if self.scope is not None and live else None},

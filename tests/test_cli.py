@@ -64,7 +64,9 @@ def run(*arguments: str | Path, cwd: Path = ROOT, **environment: str) -> subproc
 def test_summary(tmp_path: Path) -> None:
     result = run("summary", write_run(tmp_path / "a"))
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == [
+    *lines, covered = result.stdout.splitlines()
+    assert covered.startswith("coverage: 3 records; loss on all; ")
+    assert lines == [
         "flowscope: 3 records, last at step 10, loss 2",
         "  b (blocks, 3 points): gradient product ▁▅█ least 1e-05 at b.0:input",
         f"  {ALERT}",

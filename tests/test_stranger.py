@@ -77,7 +77,7 @@ def test_it_is_in_the_json_lines_with_its_spec_in_the_header(run: Trained) -> No
     specs = header["metrics"] if isinstance(header["metrics"], list) else [*header["metrics"].values()]
     (spec,) = (spec for spec in specs if spec["name"] == NAME)
     assert spec["words"] == ThirdMoment.words
-    records = [line for line in lines if "metrics" in line]
+    records = [line for line in lines if line["type"] == "record"]
     np.testing.assert_allclose([line["metrics"][NAME] for line in records], run.expected, rtol=1e-6)
     loaded = read_run(run.folder)
     assert loaded.header is not None

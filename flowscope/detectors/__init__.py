@@ -12,10 +12,13 @@ A new built-in is one such class in the file of its family and one entry in `DET
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
+from flowscope.coverage import Coverage, Mute, Said
 from flowscope.detectors.activations import ActivationHeadroom
 from flowscope.detectors.attention import AttentionLogits
 from flowscope.detectors.batch_norm import TrainEvalGap
@@ -112,6 +115,7 @@ class DetectorSet:
         self.faults = Faults()
         self._ledger = Ledger(config)
         self._levels = {detector.kind: detector.level for detector in self.detectors}
+        self.coverage = Coverage([detector.kind for detector in self.detectors], config.mute)
         self._explained_by = {detector.kind: detector.explains for detector in self.detectors}
 
     @property
@@ -119,8 +123,13 @@ class DetectorSet:
         """The alerts that are raised and not resolved."""
         return self._ledger.standing
 
+    def covered(self, header: RunHeader) -> str:
+        """The line on what the silence of these detectors covers (`flowscope.coverage`)."""
+        return self.coverage.line(header, self.standing, self.faults.failed)
+
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
+        self.coverage.begin(record)
         silent = not SKIPPED.isdisjoint(record.flags) or "unsampled" in record.flags
         out: list[Alert] = []
         found: set[Cause] = set()
@@ -128,11 +137,14 @@ class DetectorSet:
         for detector in self.detectors:
             of_numbers = detector.level == NUMBERS
             if not of_numbers and (silent or spoilt):
+                if spoilt:
+                    self.coverage.kept_back(Said(detector.kind, "", math.nan, math.nan), spoilt)
                 continue
             part = f"detector {detector.name}"
             findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
             if findings is None:
                 continue
+            findings = self._noted(detector, findings, record)
             levels = {finding.level for finding in findings}
             if "beyond" in levels:
                 findings = [self._explained(finding, detector, found) for finding in findings]
@@ -148,17 +160,28 @@ class DetectorSet:
                 alert.message += follows(alert, [other for other in self.standing if id(other) not in later])
         return out
 
-    def _spoilt(self, found: set[Cause]) -> bool:
+    def _noted(self, detector: Detector, findings: list[Finding], record: Record) -> list[Finding]:
+        """The findings that are not muted; what the detector could tell is noted."""
+        told = any(finding.level != "unseen" for finding in findings) if findings else None
+        self.coverage.heard(detector.kind, detector.shown_by, record, told=told)
+        if not self.coverage.mute.patterns:
+            return findings
+        return [f for f in findings if f.level != "beyond" or not self.coverage.mutes(_said(f))]
+
+    def _spoilt(self, found: set[Cause]) -> str:
+        """The kind of a finding about numbers that stands, "" where there is none."""
         causes = (*found, *self._ledger.causes())
-        return any(self._levels.get(cause.kind) == NUMBERS for cause in causes)
+        return next((cause.kind for cause in causes if self._levels.get(cause.kind) == NUMBERS), "")
 
     def _explained(self, finding: Finding, detector: Detector, found: set[Cause]) -> Finding:
         """The finding, or "unseen" in its place where an earlier cause explains it."""
         if finding.level != "beyond":
             return finding
         causes = (*found, *self._ledger.causes(detector.name))
-        if not any(self._explains(cause, detector, finding.flow) for cause in causes):
+        cause = next((cause for cause in causes if self._explains(cause, detector, finding.flow)), None)
+        if cause is None:
             return finding
+        self.coverage.kept_back(_said(finding), cause.kind)
         return detector.unseen(finding.flow, finding.cause)
 
     def _explains(self, cause: Cause, detector: Detector, flow: str | None) -> bool:
@@ -217,11 +240,21 @@ def _check_kinds(own: Sequence[Detector], taken: set[str], config: WatchConfig) 
             )
         taken.add(detector.kind)
     kinds = [detector.kind for detector in own]
+    if unknown := Mute(config.mute).unknown(taken):
+        near = difflib.get_close_matches(unknown[0].partition(":")[0], sorted(taken), n=1)
+        raise FlowscopeError(
+            f"watch(config=...): mute: got {', '.join(unknown)}, expected KIND or KIND:WHERE of kinds of alerts"
+            + (f"; the nearest is {near[0]!r}." if near else f": {', '.join(sorted(taken))}.")
+        )
     if unknown := sorted(set(config.limits) - set(kinds)):
         raise FlowscopeError(
             f"watch(config=...): limits: got {', '.join(unknown)}, expected kinds of detectors of your own "
             f"({', '.join(kinds) or 'there are none'})."
         )
+
+
+def _said(finding: Finding) -> Said:
+    return Said(finding.kind, finding.where, finding.value, finding.limit)
 
 
 def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Finding]:

@@ -12,7 +12,6 @@ from torch import nn
 
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.structure import (
-    whole_number,
     LISTS,
     Named,
     children,
@@ -34,6 +33,7 @@ from flowscope.model.structure import (
     steps_inside,
     unwrap,
     unwrapped,
+    whole_number,
     widths,
 )
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from flowscope.model.plan import Flow, display_path
 from flowscope.model.structure import (
-    attribute,
     Named,
+    attribute,
     children,
     is_activation,
     is_atom,

@@ -156,10 +156,11 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def facts(run: RunView) -> list[str]:
-    """One sentence a flow on how much gradient arrives, from the last record."""
+    """One sentence a flow on how much gradient arrives, from the last record; then what silence covers."""
     sentences = [_fact(run, key, product) for key, product in run.products.items()]
     rest = len(sentences) - FACTS
-    return sentences if rest <= 1 else [*sentences[:FACTS], f"and {rest} more flows"]
+    shown = sentences if rest <= 1 else [*sentences[:FACTS], f"and {rest} more flows"]
+    return [*shown, run.header.coverage] if run.header is not None and run.header.coverage else shown
 
 
 def _fact(run: RunView, key: str, product: Array) -> str:
