@@ -58,7 +58,7 @@ class WatchConfig(BaseModel):
     loss_spike: float = Field(2.0, gt=1, description="rise over the window's largest above its median (heuristic)")
     gradient_spike: float = Field(4.0, gt=1, description="total gradient norm over its recent median (heuristic)")
     plateau_drop: float = Field(0.05, gt=0, lt=0.3, description="loss below chance that is progress (TheDeepChecker)")
-    plateau_steps: int = Field(300, ge=200, description="steps before a loss at chance is a plateau (heuristic)")
+    plateau_steps: int = Field(120, ge=50, description="steps before a loss is called a plateau (heuristic)")
     norm_gap: float = Field(0.5, gt=0, description="running against batch statistics in batch std (heuristic)")
     gap_steps: int = Field(100, ge=1, description="steps before running statistics are judged (heuristic)")
     rank_gap: float = Field(1e-6, gt=0, description="relative gap of a norm between ranks (heuristic; DDP: 0)")

@@ -54,12 +54,26 @@ def incidents(alerts: Iterable[Alert]) -> list[Incident]:
     return sorted(paired(alerts), key=lambda incident: incident.since)
 
 
-def story(alerts: Iterable[Alert]) -> str | None:
-    """The order of events in one sentence, "first: ... (step 4); then: ..."; None with fewer than two serious alerts.
+def explains(incident: Incident, first: Incident) -> bool:
+    """Whether an info may be the cause of what came `first` among the serious: it asks for a cure, and was there.
 
-    Infos are left out: they describe, they do not explain.
+    One that only describes (layers frozen on purpose) says that nothing is to be done.
     """
-    serious = [incident for incident in incidents(alerts) if incident.alert.severity in SERIOUS]
+    return not incident.alert.advice.startswith("nothing to do") and incident.since <= first.since
+
+
+def events(alerts: Iterable[Alert]) -> list[Incident]:
+    """What a story tells, in order: the serious alerts, and the infos that may have caused the first of them."""
+    found = incidents(alerts)
+    serious = [incident for incident in found if incident.alert.severity in SERIOUS]
+    if not serious:
+        return []
+    return [one for one in found if one.alert.severity in SERIOUS or explains(one, serious[0])]
+
+
+def story(alerts: Iterable[Alert]) -> str | None:
+    """The order of events in one sentence, "first: ... (step 4); then: ..."; None with fewer than two of them."""
+    serious = events(alerts)
     if len(serious) < 2:
         return None
     shown = [str(incident) for incident in serious[:SHOWN]]
@@ -69,16 +83,23 @@ def story(alerts: Iterable[Alert]) -> str | None:
 
 def follows(alert: Alert, standing: Sequence[Alert]) -> str:
     """What a new alert adds to its message when others stand already: "; first: KIND at WHERE (step N)", else ""."""
-    earlier = [other for other in standing if other is not alert and other.severity in SERIOUS]
-    if alert.severity not in SERIOUS or not earlier:
+    earlier = [other for other in standing if other is not alert]
+    if alert.severity not in SERIOUS:
         return ""
-    first = incidents(earlier)[0]
+    own = Incident(alert)
+    causes = [one for one in incidents(earlier) if one.alert.severity in SERIOUS or explains(one, own)]
+    if not causes:
+        return ""
+    first = causes[0]
     # of two conditions that began together the one found earlier is the cause
     return f"; first: {first}" if first.since <= Incident(alert).since else ""
 
 
 def diagnose(alerts: Iterable[Alert]) -> str:
-    """The diagnosis of a run in a few lines: the story, each standing alert in full, and where to begin."""
+    """The diagnosis of a run in a few lines: the story, its first standing alert in full, the rest folded below it.
+
+    What followed is most often mended with what came first, so its advice is left out.
+    """
     found = incidents(alerts)
     standing = [incident for incident in found if incident.resolved is None]
     over = len(found) - len(standing)
@@ -86,8 +107,10 @@ def diagnose(alerts: Iterable[Alert]) -> str:
         return "no alert stands" + (f" ({over} resolved)" if over else "")
     told = story(incident.alert for incident in found)
     lines = [f"diagnosis: {told}"] if told else []
-    lines += [str(incident.alert) for incident in standing]
-    serious = [incident for incident in standing if incident.alert.severity in SERIOUS]
-    if told and len(serious) > 1:
-        lines.append(f"begin with {serious[0]}: {serious[0].alert.advice}")
+    chain = events(incident.alert for incident in standing)
+    lines += [str(chain[0].alert)] if chain else []
+    lines += [f"  then {one}: {one.alert.message}" for one in chain[1:]]
+    lines += [str(one.alert) for one in standing if all(one.alert is not told.alert for told in chain)]
+    if told and len(chain) > 1:
+        lines.append(f"begin with {chain[0]}: {chain[0].alert.advice}")
     return "\n".join(lines + ([f"({over} more were raised and resolved)"] if over else []))

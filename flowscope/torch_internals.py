@@ -49,6 +49,42 @@ def accumulates_into(leaf: Tensor) -> bool:
         return True
 
 
+def output_shape(node: Any) -> tuple[int, ...]:
+    """The shape of what an autograd node's operation returned (its first output); known when all else is freed."""
+    found = node._input_metadata
+    return tuple(int(size) for size in found[0].shape) if found else ()
+
+
+def axis_of(node: Any) -> int | None:
+    """The one axis along which a node's operation worked, None where it had none; negative where it was given so."""
+    axis = getattr(node, "_saved_dim", None)
+    if not isinstance(axis, int):
+        return None
+    return axis if axis < 1 << 63 else axis - (1 << 64)
+
+
+def begun_from() -> list[Tensor]:
+    """What the backward pass under way was called on: the loss. None for `torch.autograd.grad`, whose passes are none.
+
+    The engine's own call is on the stack of the thread that called it: this one, or one that waits for a device's.
+    """
+    found = _roots(sys._getframe())
+    if found is not None:
+        return found
+    waiting = [roots for frame in sys._current_frames().values() if (roots := _roots(frame)) is not None]
+    return waiting[0] if len(waiting) == 1 else []
+
+
+def _roots(frame: FrameType | None) -> list[Tensor] | None:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward" and code.co_filename.endswith("graph.py"):
+            asked = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+            return [*frame.f_locals.get("t_outputs", ())] if asked == "backward" else []
+        frame = frame.f_back
+    return None
+
+
 is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
 

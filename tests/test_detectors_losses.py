@@ -10,7 +10,8 @@ import pytest
 from detector_records import header, play, record, told
 
 from flowscope.config import WatchConfig
-from flowscope.detectors.losses import LossPlateau, LossSpike
+from flowscope.detectors.losses import LossSpike
+from flowscope.detectors.plateau import LossPlateau
 from flowscope.detectors.spikes import GradientSpike, total_gradient
 from flowscope.records import Record
 
@@ -117,14 +118,15 @@ def plateau(losses: np.ndarray, width: float = 10.0) -> list[tuple[str, str, int
     return told(play(run(losses, output_width=[width])))
 
 
-def test_a_loss_that_stays_at_guessing_is_told_after_300_steps():
-    assert plateau(noisy(CHANCE, 500)) == [("loss_plateau", "", 310, "raised")]
+def test_a_loss_that_stays_at_guessing_is_told_once_120_losses_are_there():
+    """Of a record each ten steps that of step 120 is the first with 121 of them, and the second in a row raises."""
+    assert plateau(noisy(CHANCE, 500)) == [("loss_plateau", "", 130, "raised")]
 
 
 def test_a_loss_that_falls_later_resolves_it():
     losses = np.concatenate([noisy(CHANCE, 400), np.linspace(CHANCE, 0.5, 100), noisy(0.5, 500)])
     (raised, resolved) = plateau(losses)
-    assert (raised[2], raised[3], resolved[3]) == (310, "raised", "resolved")
+    assert (raised[2], raised[3], resolved[3]) == (130, "raised", "resolved")
     assert resolved[2] > 420
 
 

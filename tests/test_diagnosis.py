@@ -26,10 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def alert(kind: str, step: int, since: int | None = None, **changes: object) -> Alert:
-    fields = {"severity": "error", "where": f"blocks.{step}", "state": "raised", "flow": None, **changes}
-    return Alert(
-        kind, step=step, since=since, value=1.0, limit=2.0, message="it is so", advice=f"mend {kind}", **fields
-    )  # type: ignore[arg-type]
+    own = {"severity": "error", "where": f"blocks.{step}", "state": "raised", "flow": None, "advice": f"mend {kind}"}
+    fields = {**own, **changes}
+    return Alert(kind, step=step, since=since, value=1.0, limit=2.0, message="it is so", **fields)  # type: ignore[arg-type]
 
 
 LATE = alert("loss_plateau", 30, since=29)
@@ -39,10 +38,15 @@ NOTE = alert("no_gradient", 2, severity="info")
 
 def test_the_order_is_that_in_which_conditions_began() -> None:
     assert story([LATE, FIRST, NOTE]) == (
-        "first: token_collapse at blocks.40 (step 4); then: loss_plateau at blocks.30 (step 29)"
+        "first: no_gradient at blocks.2 (step 2); then: token_collapse at blocks.40 (step 4); "
+        "then: loss_plateau at blocks.30 (step 29)"
     )
-    assert story([LATE, NOTE]) is None  # an info explains nothing
-    assert follows(LATE, [FIRST, LATE, NOTE]) == "; first: token_collapse at blocks.40 (step 4)"
+    assert story([LATE, NOTE]) == "first: no_gradient at blocks.2 (step 2); then: loss_plateau at blocks.30 (step 29)"
+    after = alert("no_gradient", 31, severity="info")
+    wanted = alert("no_gradient", 0, severity="info", advice="nothing to do if they are meant to be")
+    assert story([LATE, after, wanted]) is None  # what came later, or is only described, explains nothing
+    assert follows(LATE, [FIRST, LATE]) == "; first: token_collapse at blocks.40 (step 4)"
+    assert follows(LATE, [FIRST, LATE, NOTE]) == "; first: no_gradient at blocks.2 (step 2)"
     assert follows(FIRST, [FIRST, LATE]) == ""
     assert follows(NOTE, [FIRST]) == ""
 
@@ -60,7 +64,7 @@ def test_diagnosis_text() -> None:
     assert diagnose([LATE]) == str(LATE)
     lines = diagnose([LATE, FIRST]).splitlines()
     assert lines[0].startswith("diagnosis: first: token_collapse")
-    assert lines[1:3] == [str(FIRST), str(LATE)]
+    assert lines[1:3] == [str(FIRST), "  then loss_plateau at blocks.30 (step 29): it is so"]
     assert lines[3] == "begin with token_collapse at blocks.40 (step 4): mend token_collapse"
 
 

@@ -22,7 +22,7 @@ from flowscope.records import Record
 BATCH, LENGTH, WORDS = 3, 7, 40
 
 
-def by_hand(choices: Iterable[Sequence[int]], logits: Iterable[Sequence[float]], experts: int) -> dict[str, float]:
+def by_hand(choices: Sequence[Sequence[int]], logits: Iterable[Sequence[float]], experts: int) -> dict[str, float]:
     """Load, entropy and dead experts with Python numbers: choices and logits of one token each."""
     load = [0] * experts
     for chosen in choices:
@@ -37,6 +37,7 @@ def by_hand(choices: Iterable[Sequence[int]], logits: Iterable[Sequence[float]],
         "route_entropy": sum(entropies) / len(entropies),
         "route_max_violation": max(load) / (sum(load) / experts) - 1,
         "route_dead": sum(count == 0 for count in load) / experts,
+        "route_worst": experts / len(choices[0]) - 1,
         "route_load": sum(load) / experts,
     }
 
@@ -229,7 +230,7 @@ def test_what_a_router_may_return() -> None:
     for output in outputs:
         sums = route_sums(output, 3, 1)
         assert sums is not None
-        values = route_metrics(sums.double().numpy(), 3)
+        values = route_metrics(sums.double().numpy(), 3, 1)
         assert values == pytest.approx(tuple(truth.values()), rel=1e-5)
     # an index that is no expert (a rank's marker of "not mine") is in no load, and NaN scores in no entropy
     sums = route_sums((torch.tensor([[0], [3], [-1]]), torch.tensor([[0.0, 0.0, torch.nan]])), 3, 1)
@@ -237,7 +238,7 @@ def test_what_a_router_may_return() -> None:
     assert sums.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
     assert route_sums(None, 3, 1) is None
     assert route_sums(torch.zeros(2, 4), 3, 1) is None
-    assert all(math.isnan(value) for value in route_metrics(np.zeros(5), 3))
+    assert all(math.isnan(value) for value in route_metrics(np.zeros(5), 3, 1))
 
 
 class Shared(nn.Module):
@@ -270,7 +271,7 @@ def test_few_tokens_for_many_experts_raise_nothing() -> None:
             model.blocks[0].mlp.gate.bias[7] += 30.0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
-            for x in inputs(6, tokens=(tokens,)):
+            for x in inputs(14, tokens=(tokens,)):  # the first ten steps of a router are not judged
                 square(model, x).backward()
                 optimizer.step()
             kinds.append({alert.kind for alert in scope.alerts} & {"expert_collapse"})

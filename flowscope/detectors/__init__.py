@@ -22,6 +22,7 @@ from flowscope.coverage import Coverage, Mute, Said
 from flowscope.detectors.activations import ActivationHeadroom
 from flowscope.detectors.attention import AttentionLogits
 from flowscope.detectors.batch_norm import TrainEvalGap
+from flowscope.detectors.broadcast import BroadcastLoss
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
@@ -29,8 +30,9 @@ from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
-from flowscope.detectors.losses import LossPlateau, LossSpike
+from flowscope.detectors.losses import LossSpike
 from flowscope.detectors.moments import StaleMoment
+from flowscope.detectors.plateau import LossMisfit, LossPlateau
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged
@@ -51,6 +53,8 @@ DETECTORS: tuple[type[Detector], ...] = (
     ParametersNotOptimized,
     GradientAccumulates,
     OverClipped,
+    BroadcastLoss,
+    LossMisfit,
     Symmetry,
     RankDesync,
     TokenCollapse,

@@ -25,11 +25,15 @@ SUPPORTING_PRODUCT = 0.3
 FROM_START_RECORDS = 4
 """A rank that was low from the start must stay so for this many records that have one."""
 COMPARED_CALLS = 2
-"""A part that runs so often in one forward is taken for an embedding whose results are compared with each other."""
+"""A part runs so often at least in a step whose loss compares its results with each other."""
 EMBEDDING_RECORDS = 3
 """Embeddings come closer while their mean is learned: it counts when it lasts."""
 TWICE = 2.0
 """A code has faded by itself only where it shrank so much more than the layer before it."""
+STARTED_APART = 100.0
+"""Outputs whose spread began above the limit by this factor were apart at the start,"""
+AS_FAR = 0.3
+"""and are still, where their deviation is this share of what it was."""
 SCALAR = 1e-9
 """Outputs of one unit have cosines of exactly 1."""
 
@@ -60,19 +64,29 @@ def sample_distance(view: FlowView) -> Array | None:
     return distance if distance.size >= 2 else None
 
 
-def learn_start(view: FlowView, first: dict[str, Array]) -> None:
-    """Keep, by flow, how far samples were apart at the start: the first record that has it."""
-    if view.layout.name not in first and (measured := _apart(view)) is not None:
+def calls_compared(view: FlowView) -> bool:
+    """Whether this step's loss compared what several calls of this part returned.
+
+    Several calls alone say nothing: micro-batches, real and generated samples, an agent that acts. Records made before
+    the loss's graph was read have the calls alone.
+    """
+    calls, compares = view.get("forward_calls"), view.record.metrics.get("loss_compares")
+    return calls is not None and calls[-1] >= COMPARED_CALLS and (compares is None or compares[0] == 1)
+
+
+def learn_start(view: FlowView, first: dict[str, Array], metric: str = "sample_cosine") -> None:
+    """Keep, by flow, how far samples (or tokens) were apart at the start: the first record that has it."""
+    if view.layout.name not in first and (measured := _apart(view, metric)) is not None:
         first[view.layout.name] = measured
 
 
-def common_mode_grew(view: FlowView, points: int, first: Mapping[str, Array]) -> bool:
+def common_mode_grew(view: FlowView, points: int, first: Mapping[str, Array], metric: str = "sample_cosine") -> bool:
     """Whether the samples only look alike at the last so many points, because something they share has grown.
 
     A target's mean does, or the logit of a frequent class: in units of the activation they are as far apart there as at
     the start (`learn_start`), where they were less alike. Nothing is lost.
     """
-    start, now = first.get(view.layout.name), _apart(view)
+    start, now = first.get(view.layout.name), _apart(view, metric)
     if start is None or now is None or start.shape != now.shape:
         return False
     shared = (now[0] < start[0]) & (CLEARLY_LOWER * now[1] > start[1])
@@ -89,6 +103,7 @@ class TokenCollapse(Detector):
         "longer warm-up did not help at 24 blocks); else lower the learning rate, and keep a residual path around "
         "attention"
     )
+    begins_with: ClassVar[dict[str, Any]] = {"common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
@@ -98,6 +113,7 @@ class TokenCollapse(Detector):
         cosine = view.get("token_cosine")
         if cosine is None or cosine.size < 3:
             return self.unseen(view.layout.name) if cosine is None else None
+        learn_start(view, self.state["common"], "token_cosine")
         distance, limit = 1 - cosine, 1 - self.config.token_cosine
         if not distance[0] > CLEARLY_LOWER * limit:  # also where x_0 was not seen
             return None
@@ -107,6 +123,8 @@ class TokenCollapse(Detector):
         if trailing < max(2, math.ceil(depth / (8 if _falling(view, SUPPORTING_PRODUCT) else 3))):
             close = _trailing(distance < limit * self.config.release_factor) > 0
             return self.near(close, view.layout.name)
+        if common_mode_grew(view, trailing, self.state["common"], "token_cosine"):
+            return self.near(True, view.layout.name)
         where = distance.size - trailing
         nothing_back = _falling(view, self.config.vanishing_product)
         whole = 2 * _trailing(distance < limit / 10) > depth
@@ -176,8 +194,8 @@ class RepresentationCollapse(Detector):
             if common_mode_grew(view, alike, self.state["common"]):
                 return self.near(True, name, "samples")
             return self._alike(view, distance, distance.size - alike, limit, self.config.baseline_records)
-        limit, calls = 1 - self.config.embedding_cosine, view.get("forward_calls")
-        compared = calls is not None and calls[-1] >= COMPARED_CALLS
+        limit = 1 - self.config.embedding_cosine
+        compared = calls_compared(view)
         fell = widest > CLEARLY_LOWER * last and last > SCALAR
         if compared and fell and last < limit and distance[0] > 2 * last:
             return self._alike(view, distance, distance.size - 1, limit, EMBEDDING_RECORDS)
@@ -272,7 +290,11 @@ class RankCollapse(Detector):
 
 
 class ConstantOutput(Limit):
-    """The model answers the same whatever it is given."""
+    """The model answers the same whatever it is given.
+
+    What all answers share is no answer: log-probabilities are judged as the logits they come from, and a target's mean
+    that outgrew its variation is none where the answers lie as far apart as they did.
+    """
 
     kind, metric, below, row, level = "constant_output", "output_spread", "constant_output", "", OUTCOME
     yields_to = frozenset({"representation_collapse", "rank_collapse"})
@@ -282,10 +304,22 @@ class ConstantOutput(Limit):
         "the model's output hardly depends on its input: {value:.2g} of its mean square is variation between samples "
         "(limit {limit:.2g})"
     )
-    advice = (
-        "check the shapes in the loss (a (B, 1) output against (B,) targets is broadcast), a clamp or mask behind the "
-        "last layer, and that inputs and targets belong together"
-    )
+    advice = "check for a clamp or mask behind the last layer, and that inputs and targets belong together"
+    begins_with: ClassVar[dict[str, Any]] = {"start": {}}
+
+    def measured(self, record: Record) -> tuple[str, Array | None]:
+        """The spread; of several values that of what tells them apart, where it is larger."""
+        spread = record.metrics.get(self.metric)
+        if spread is None:
+            return self.metric, None
+        spread = np.fmax(spread, record.metrics.get("output_contrast", spread))
+        deviation, start = record.metrics.get("output_deviation"), self.state["start"]
+        if deviation is None:
+            return self.metric, spread
+        start.setdefault("spread", spread)
+        start.setdefault("deviation", deviation)
+        varied = start["spread"] > STARTED_APART * self.limit
+        return self.metric, np.where(varied & (deviation > AS_FAR * start["deviation"]), 1.0, spread)
 
 
 def _falling(view: FlowView, below: float) -> bool:
@@ -294,9 +328,9 @@ def _falling(view: FlowView, below: float) -> bool:
     return product is not None and bool((product < below).any())
 
 
-def _apart(view: FlowView) -> Array | None:
-    """1 - mean cosine between samples, and that in units of the activation's mean square [2, L+1]."""
-    cosine, rms = view.get("sample_cosine"), view.get("act_rms")
+def _apart(view: FlowView, metric: str) -> Array | None:
+    """1 - mean cosine between samples (or tokens), and that in units of the activation's mean square [2, L+1]."""
+    cosine, rms = view.get(metric), view.get("act_rms")
     if cosine is None or rms is None or cosine.shape != rms.shape:
         return None
     return np.stack([1 - cosine, np.square(rms) * (1 - cosine)])

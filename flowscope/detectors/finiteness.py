@@ -18,16 +18,30 @@ SKIPPED = frozenset({"skipped", "possibly_skipped"})
 SMALLEST_SCALE = 1.0
 """A scale below this only shrinks the gradients further: what overflows there is not due to fp16's scaling (ours)."""
 
+PINPOINT = "watch(..., every=1) pinpoints the first module"
+
 ADVICE = {
     "input": "check the data of this batch (missing values, a zero standard deviation) and drop or clean it",
     "weight": "load the last good checkpoint; then lower the learning rate or clip gradients (clip_grad_norm_)",
-    "activation": "look at that module for exp, log, division or a square root without eps; if it was finite before, "
-    "lower the learning rate",
-    "loss": "compute the loss from logits (cross_entropy, log_softmax), not from log(softmax); add eps to log, "
-    "division and square root",
-    "gradient": "look at that module's backward (square root or norm at 0, where() over a division); clip gradients, "
-    "lower the learning rate",
+    "step": "look at what the optimizer multiplies and divides by: a learning rate that is no number, eps=0, a loaded "
+    "state. Then load the last good checkpoint",
+    "activation": "look at that module for exp, log, division or a root without eps, and for a mask that leaves a row "
+    "nothing to attend to (a sample of padding only). If it was finite before, lower the learning rate",
+    "loss": "a mean over nothing is NaN: look for an empty batch, labels that are all ignored, a mask that hides all. "
+    "Else compute the loss from logits (cross_entropy, not log(softmax)) and add eps to log, division and root",
+    "gradient": "a root (norm, distance, standard deviation) at 0 has no finite derivative, nor has where() over a "
+    "division: add eps inside, or torch.autograd.set_detect_anomaly(True) for one step names the operation. Else clip "
+    "gradients and lower the learning rate",
 }
+BETWEEN = {
+    "forward": f"{PINPOINT}; often it is a mask that leaves a row nothing (a sample of padding only), or exp, log or "
+    "division without eps. If the weights themselves are not finite, the step before spoilt them",
+    "loss": "a mean over nothing is NaN: look for an empty batch, labels that are all ignored, a mask that hides all. "
+    f"Else log or division without eps; {PINPOINT}",
+    "backward": "often it is a root (norm, distance) or a log at 0: add eps inside. "
+    f"{PINPOINT}, torch.autograd.set_detect_anomaly(True) the operation",
+}
+"""Of a step between two records, of which only the part is known."""
 
 
 class NonFinite(Detector):
@@ -36,7 +50,7 @@ class NonFinite(Detector):
     kind, level = "non_finite", NUMBERS
     shown_by = ("nonfinite", "nonfinite_grad", "canary", "param_grad_norm")
     # additive masks hold -inf: an input that was non-finite while all else was fine is not a cause
-    begins_with: ClassVar[dict[str, Any]] = {"last_step": None, "harmless_input": False}
+    begins_with: ClassVar[dict[str, Any]] = {"last_step": None, "harmless_input": False, "last_good": None}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
@@ -45,15 +59,17 @@ class NonFinite(Detector):
         canary = dict(zip(CANARY, record.metrics.get("canary", np.zeros(4)).tolist(), strict=False))
         sampled = "unsampled" not in record.flags
         since, self.state["last_step"] = self.state["last_step"], record.step
-        later = [*self._sampled(record, header, canary)] if sampled else []
+        later = exact = [*self._sampled(record, header, canary)] if sampled else []
         later = later or [*self._canary_only(canary, sampled)]
         if not later:
+            if sampled:
+                self.state["last_good"] = record.step
             self.state["harmless_input"] |= canary.get("input", 0) > 0
             return [] if sampled else [self.unseen()]
         first = later[0]
         if canary.get("input", 0) > 0 and not self.state["harmless_input"]:
             first = ("input", "", "the model's input", canary["input"])
-        return [self._finding(first, record, exact=sampled and first[0] != "canary", since=since)]
+        return [self._finding(first, record, exact=sampled and (first in exact or first[0] == "input"), since=since)]
 
     def _collapsed_scale(self, record: Record) -> Iterable[Finding]:
         """A GradScaler halves its scale with each step it skips; a few are usual, below 1 no scale is to blame."""
@@ -67,7 +83,7 @@ class NonFinite(Detector):
     def _sampled(
         self, record: Record, header: RunHeader, canary: Mapping[str, float]
     ) -> Iterator[tuple[str, str, str, float]]:
-        yield from _weights(record, header)
+        yield from _weights(record, header, self.state["last_good"])
         for view in each_flow(record, header):
             counts = view.get("nonfinite")
             if counts is not None and bool((counts > 0).any()):
@@ -86,13 +102,14 @@ class NonFinite(Detector):
         if norms is not None and bool(np.isinf(norms).any()):
             name = parameter_name(record, header, int(np.argmax(np.isinf(norms))))
             yield "gradient", module_of(name), f"the gradient of the parameter {name}", float(np.isinf(norms).sum())
+        yield from _spoilt(record, header)
 
     @staticmethod
     def _canary_only(canary: Mapping[str, float], sampled: bool) -> Iterator[tuple[str, str, str, float]]:
         words = {"forward": "the forward pass", "loss": "the loss", "backward": "the backward pass"}
         for part, words_for in words.items():
             if canary.get(part, 0) > 0:
-                yield "canary", "", words_for + (" of a step between two records" if sampled else ""), canary[part]
+                yield part, "", words_for + (" of a step between two records" if sampled else ""), canary[part]
 
     def _finding(
         self, first: tuple[str, str, str, float], record: Record, *, exact: bool, since: int | None
@@ -101,16 +118,16 @@ class NonFinite(Detector):
         steps = f"step {record.step}"
         if not exact and since is not None and since + 1 < record.step:
             steps = f"steps {since + 1} to {record.step}"
-        advice = ADVICE.get(tensor, "watch(..., every=1) pinpoints the first module")
+        advice = ADVICE[tensor] if exact or tensor not in BETWEEN else BETWEEN[tensor]
         if not exact and tensor == "input":
             advice += "; watch(..., every=1) pinpoints the batch"
         message = f"the first non-finite tensor is {words}: {count:.0f} bad, {steps}"
-        if tensor == "gradient" and "parameter" in words:
+        if (tensor == "gradient" and "parameter" in words) or tensor == "step":
             message = f"the first non-finite tensor is {words} ({count:.0f} parameters alike), {steps}"
         return self.found(where, count, 0.0, message, advice=advice, certain=True)
 
 
-def _weights(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:
+def _weights(record: Record, header: RunHeader, last_good: int | None) -> Iterator[tuple[str, str, str, float]]:
     """A weight that was bad before the forward.
 
     A bad gradient makes its weight bad in the same step, so weights are a cause only where they are not exactly those
@@ -125,4 +142,30 @@ def _weights(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str,
     if np.array_equal(bad, hurt) or not (hurt.any() or (bad & trainable).any()):
         return
     name = parameter_name(record, header, int(np.argmax(bad)))
-    yield "weight", module_of(name), f"the weight {name}", float(bad.sum())
+    where, count = module_of(name), float(bad.sum())
+    if last_good == record.step - 1:  # all was finite then, its gradients too
+        yield (
+            "step",
+            where,
+            f"the weight {name} after the optimizer's step {last_good}, which got finite gradients",
+            count,
+        )
+        return
+    yield "weight", where, f"the weight {name}{_step_between(last_good, record.step)}", count
+
+
+def _step_between(last_good: int | None, step: int) -> str:
+    return "" if last_good is None else f", spoilt by an optimizer's step between {last_good} and {step - 1}"
+
+
+def _spoilt(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:
+    """A weight that the step itself made bad, of finite weights and finite gradients."""
+    columns = [record.metrics.get(name) for name in ("update_ratio", "param_norm", "param_grad_norm")]
+    ratio, norm, gradient = columns
+    if ratio is None or norm is None or gradient is None or not ratio.shape == norm.shape == gradient.shape:
+        return
+    bad = np.isinf(ratio) & np.isfinite(norm) & (norm > 0) & np.isfinite(gradient)
+    if bad.any():
+        name = parameter_name(record, header, int(np.argmax(bad)))
+        words = f"the weight {name} after this step, which got finite gradients"
+        yield "step", module_of(name), words, float(bad.sum())

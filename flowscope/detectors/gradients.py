@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.detectors.collapse import sample_distance, samples_alike
+from flowscope.detectors.collapse import common_mode_grew, learn_start, sample_distance, samples_alike
 from flowscope.detectors.detector import Array, Detector, Finding, said
 from flowscope.detectors.rows import FlowView, each_flow
 from flowscope.records import FlowLayout, Record, RunHeader, Severity
@@ -105,7 +105,7 @@ class VanishingGradient(Detector):
     yields_to = frozenset({"no_gradient", "symmetry"})
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
     shown_by, extreme = ("gradient_product", "gain"), "least"
-    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}, "common": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
@@ -118,6 +118,7 @@ class VanishingGradient(Detector):
             if norms is not None and norms[-1] == 0:
                 self.state["zero_start"].setdefault(name, True)
             return self.unseen(name)
+        learn_start(view, self.state["common"])
         finding = self._judge(view, product)
         self._learn(name, product)
         return finding
@@ -182,7 +183,9 @@ class VanishingGradient(Detector):
         if distance is None or not bool((product < limit).any()):
             return None
         alike = samples_alike(distance, 1 - self.config.sample_cosine)
-        if alike < 2:
+        started = self.state["common"].get(view.layout.name)
+        apart = started is not None and bool((started[0][-alike:] > 1 - self.config.sample_cosine).all())
+        if alike < 2 or (apart and common_mode_grew(view, alike, self.state["common"])):
             return None
         crossing = int(np.flatnonzero(product < limit)[-1])
         where = worst_block(product, crossing, vanishing=True, gain_limit=self.config.vanishing_gain)

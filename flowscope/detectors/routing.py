@@ -12,12 +12,16 @@ from flowscope.records import Record, RunHeader
 
 FEW_TOKENS = 4.0
 """With fewer tokens an expert in a step, chance alone leaves experts out: e^-4 of them at 4, e^-.5 at one half."""
+FIRST_STEPS = 10
+"""An untrained router is uneven, and even within so many steps."""
 SETTLING_RECORDS = 4
-"""Untrained routers are uneven for a few steps, and a small batch leaves experts out by chance."""
+"""A small batch leaves experts out by chance."""
 UNDECIDED = 0.98
 """Scores of this entropy are as good as equal: which experts come first is a matter of the last digit, and changes."""
 UNDECIDED_RECORDS = 20
 """So an undecided router must stay uneven for longer."""
+ATTAINED = 0.9
+"""A limit never lies above this share of what a router that sends every token to the same experts would show."""
 
 
 class ExpertCollapse(Detector):
@@ -36,8 +40,10 @@ class ExpertCollapse(Detector):
         if dead is None or violation is None or dead.shape != violation.shape or bool(np.isnan(dead).all()):
             yield self.unseen(ANY_FLOW)
             return
-        config = self.config
-        level = np.fmax(dead / config.expert_dead, violation / config.expert_violation)
+        if record.step < FIRST_STEPS:
+            return
+        dead_limit, violation_limit = self._limits(record.metrics.get("route_worst"), dead)
+        level = np.fmax(dead / dead_limit, violation / violation_limit)
         load = record.metrics.get("route_load")
         if load is not None and load.shape == level.shape:
             level = np.where(load < FEW_TOKENS, np.nan, level)
@@ -50,15 +56,28 @@ class ExpertCollapse(Detector):
         if not beyond.any():
             yield from said(self.near(level[where] > SHARE_RELEASE, flow_holding(name, header)))
             return
+        by_dead, by_load = (dead[where], dead_limit[where]), (violation[where], violation_limit[where])
         message = (
-            f"{name} sends no token to {dead[where]:.0%} of its experts (limit {config.expert_dead:.0%}); the fullest "
-            f"gets {violation[where] + 1:.1f} times the mean load (limit {config.expert_violation + 1:.1f})"
+            f"{name} sends no token to {dead[where]:.0%} of its experts (limit {by_dead[1]:.0%}); the fullest "
+            f"gets {violation[where] + 1:.1f} times the mean load (limit {by_load[1] + 1:.1f})"
             f"{_entropy(record, where)}; {int(beyond.sum())} of {dead.size} routers alike"
         )
-        by_dead, by_load = (dead[where], config.expert_dead), (violation[where], config.expert_violation)
         value, limit = max(by_dead, by_load, key=lambda pair: pair[0] / pair[1])
         records = UNDECIDED_RECORDS if _undecided(record, beyond) else SETTLING_RECORDS
         yield self.found(name, value, limit, message, flow_holding(name, header), records=records)
+
+    def _limits(self, worst: Array | None, dead: Array) -> tuple[Array, Array]:
+        """The limits of each router for its share of dead experts and its violation.
+
+        With K of E experts a token, at most 1 - K / E of them are dead, and the violation is E / K - 1 at most.
+        """
+        config = self.config
+        worst = np.full(dead.shape, np.inf) if worst is None or worst.shape != dead.shape else worst
+        worst = np.where(np.isfinite(worst) & (worst > 0), worst, np.inf)
+        most_dead = 1 - 1 / (worst + 1)
+        return np.minimum(config.expert_dead, ATTAINED * most_dead), np.minimum(
+            config.expert_violation, ATTAINED * worst
+        )
 
 
 def _undecided(record: Record, beyond: Flags) -> bool:

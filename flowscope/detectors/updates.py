@@ -161,4 +161,11 @@ class OverClipped(Detector):
         )
         total = float(np.sqrt(np.nansum(np.square(record.metrics["param_grad_norm"]))))
         advice = f"raise max_norm (the gradient's norm is {total / ratio:.2g} before clipping)"
+        scale = record.metrics.get("gradient_scale")
+        if scale is not None and scale[0] * ratio >= 1:
+            # what clipping left, times the scale, is what it was asked to leave: more than there was
+            advice = (
+                f"if max_norm is {total * scale[0]:.3g}, gradients are clipped while the loss scale is still in them: "
+                f"call scaler.unscale_(optimizer) before clip_grad_norm_. Else {advice}"
+            )
         yield self.found("", ratio, limit, message, advice=advice, records=SLOW_RECORDS)

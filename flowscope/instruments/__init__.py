@@ -19,7 +19,9 @@ from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.merge_sites import MergeSites
+from flowscope.instruments.objective import Objective
 from flowscope.instruments.ode import OdeStates
+from flowscope.instruments.optimizer_age import OptimizerAge
 from flowscope.instruments.outputs import Outputs
 from flowscope.instruments.parameters import Parameters
 from flowscope.instruments.point_flows import PointFlows
@@ -45,6 +47,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     BranchAlignment,
     Parameters,
     Wiring,
+    OptimizerAge,
     WeightSpread,
     MergeSites,
     KnownStreams,
@@ -53,6 +56,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Units,
     NormGaps,
     Outputs,
+    Objective,
     Routing,
     Solvers,
     Attention,

@@ -42,6 +42,23 @@ class Outputs(Instrument):
             rows="model",
         ),
         Metric(
+            "output_contrast",
+            "The same of what tells a sample's values apart: log-probabilities have that of their logits. Near 0 the "
+            "model prefers the same to everything.",
+            formula="output_spread of output - mean over its values",
+            view="Depth",
+            scale="log",
+            rows="model",
+        ),
+        Metric(
+            "output_deviation",
+            "How far the outputs of different samples lie apart, in the output's own unit.",
+            formula="sqrt(mean over samples of ‖output - mean over samples‖²)",
+            view="Depth",
+            scale="log",
+            rows="model",
+        ),
+        Metric(
             "output_width",
             "Values the model answers with for each thing it is asked (classes, words).",
             view="Depth",
@@ -73,7 +90,7 @@ class Outputs(Instrument):
             self._sums = sums if self._sums is None or self._sums.device != sums.device else self._sums + sums
 
     def take(self) -> Taken:
-        """[variance, mean square], nothing where no output got a gradient."""
+        """What `variation` gives, nothing where no output got a gradient."""
         sums, self._sums = self._sums, None
         return Taken(self.name, [] if sums is None else [sums], partial(self._read, self._width), "vector")
 
@@ -84,8 +101,10 @@ class Outputs(Instrument):
     @staticmethod
     def _read(width: int | None, out: RecordBuilder, parts: list[Array]) -> None:
         if parts:
-            variance, square = parts[0]
+            variance, square, own_variance, own_square = parts[0]
             out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
+            out.add("output_contrast", np.array([own_variance / own_square if own_square > 0 else np.nan]), ("",))
+            out.add("output_deviation", np.array([np.sqrt(variance)]), ("",))
         if width is not None:
             out.add("output_width", np.array([float(width)]), ("",))
 
@@ -110,17 +129,27 @@ def batched(x: Tensor) -> Tensor:
 
 
 def variation(x: Tensor) -> Tensor:
-    """Return [2]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries."""
+    """Return [4]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries.
+
+    Then the same two of the output less the mean over its values ([B, E], [B, T, E]: of each position), which is what a
+    softmax makes of it; 0 where it has one value.
+    """
     x = batched(x)
     x = real(x[:: -(-x.shape[0] // SAMPLES)])
+    rows = 1
     if x.dim() > 2:  # whole rows side by side: single entries would touch a cache line each
+        images = x.dim() > 3
         x = x.flatten(1, -2)
-        x = x[:, :: -(-x.shape[1] * x.shape[2] // max(ENTRIES, x.shape[2]))].flatten(1)
+        x = x[:, :: -(-x.shape[1] * x.shape[2] // max(ENTRIES, x.shape[2]))]
+        rows = 1 if images else x.shape[1]
+        x = x.flatten(1)
     x = x.reshape(x.shape[0], -1)
     x = at_least_single(x[:, :: -(-x.shape[1] // ENTRIES)])
     # from the first sample on: what is equal differs by exactly 0
     apart = x - x[:1]
     apart -= apart.mean(0)
     both = torch.stack([apart, x]).flatten(1)
-    sums: Tensor = torch.linalg.vecdot(both, both)
+    own = both.view(2 * x.shape[0], rows, -1) if x.shape[1] % rows == 0 else both.view(2 * x.shape[0], 1, -1)
+    own = (own - own.mean(-1, keepdim=True)).reshape(both.shape)
+    sums: Tensor = torch.cat([torch.linalg.vecdot(both, both), torch.linalg.vecdot(own, own)])
     return sums / x.shape[0]

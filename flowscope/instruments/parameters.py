@@ -97,6 +97,13 @@ class Parameters(Instrument):
             logged=True,
         ),
         _parameter(
+            "gradient_scale",
+            "What gradients were multiplied by in backward (GradScaler).",
+            rows="model",
+            of_gradient=True,
+            drawn=False,
+        ),
+        _parameter(
             "grad_carried",
             "What .grad held of earlier steps, over what this step used.",
             healthy="0 (zero_grad was called)",
@@ -248,6 +255,8 @@ class Parameters(Instrument):
             out.note(f"came after watch, so their activations are not watched: {few(late)}")
         metrics = table.metrics(float(scale[0]))
         self._raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
+        if scale[0] != 1:
+            metrics["gradient_scale"] = scale
         for name, values in metrics.items():
             out.add(name, values, names if len(values) == len(names) else ("",))
 

@@ -67,6 +67,12 @@ class Routing(Instrument):
             limits=("expert_dead",),
         ),
         _routing(
+            "route_worst",
+            "The violation of a router that sends all tokens to the same experts.",
+            formula="E / K - 1",
+            drawn=False,
+        ),
+        _routing(
             "route_load",
             "Tokens an expert gets in a step, mean. Under 4 the others say little.",
             formula="tokens K / E",
@@ -81,6 +87,7 @@ class Routing(Instrument):
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
         self._labels = [display_path(router.path) for router in routers]
+        self._chosen = [router.chosen for router in routers]
 
     @classmethod
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
@@ -98,6 +105,7 @@ class Routing(Instrument):
     def _after(self, row: int, router: Router, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._switch.paused or not module.training or not torch.is_grad_enabled():
             return
+        self._chosen[row] = chosen_in(output, router.experts, router.chosen)
         with torch.no_grad():
             sums = route_sums(output, router.experts, router.chosen)
         if sums is not None:
@@ -110,19 +118,23 @@ class Routing(Instrument):
     def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
         """The metrics of `route_metrics`, one entry a router; NaN where no token was seen."""
         sums = table_rows(parts, self.buffer.columns, self.buffer.rows)
-        rows = [route_metrics(row, router.experts) for row, router in zip(sums, self._routers, strict=True)]
+        rows = [
+            route_metrics(row, router.experts, chosen)
+            for row, router, chosen in zip(sums, self._routers, self._chosen, strict=True)
+        ]
         for metric, values in zip(self.metrics, np.array(rows).T, strict=True):
             out.add(metric.name, values, self._labels)
 
 
-def route_metrics(sums: Array, experts: int) -> tuple[float, float, float, float]:
-    """Return mean entropy / log E, largest load / mean load - 1, share of experts without a token, mean load."""
+def route_metrics(sums: Array, experts: int, chosen: int) -> tuple[float, float, float, float, float]:
+    """Return the metrics of `Routing` in their order: of one router's sums, its experts E and those chosen K."""
     entropy, tokens = sums[:2]
     load = sums[2 : 2 + experts]
     certain = float(entropy / tokens / np.log(experts)) if tokens > 0 else float("nan")
     if not load.sum() > 0:
-        return certain, float("nan"), float("nan"), float("nan")
-    return certain, float(load.max() / load.mean() - 1.0), float((load == 0).mean()), float(load.mean())
+        return certain, float("nan"), float("nan"), float("nan"), float("nan")
+    violation, dead = float(load.max() / load.mean() - 1.0), float((load == 0).mean())
+    return certain, violation, dead, experts / chosen - 1.0, float(load.mean())
 
 
 def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
@@ -137,10 +149,7 @@ def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
         experts: E.
         chosen: K.
     """
-    tensors = [local(x) for x in nested_tensors(output) if x.layout == torch.strided and not x.is_meta]
-    whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dim() and t.numel()]
-    scores = [t for t in tensors if t.is_floating_point() and t.dim() and t.shape[-1] == experts and t.numel()]
-    choice = next((t for t in whole if t.shape[-1] in (experts, chosen)), whole[0] if whole else None)
+    choice, scores = _given(output, experts, chosen)
     if choice is None and not scores:
         return None
     reference = choice if choice is not None else scores[0]
@@ -151,6 +160,21 @@ def route_sums(output: Any, experts: int, chosen: int) -> Tensor | None:
             assert logits is not None
             choice = logits.topk(chosen, dim=-1).indices
         return torch.cat([entropy, _load(choice, experts, chosen)])
+
+
+def chosen_in(output: Any, experts: int, chosen: int) -> int:
+    """K as the router's own choice shows it: the last axis of its indices; what was known where it gives none."""
+    choice, _ = _given(output, experts, chosen)
+    indices = choice is not None and choice.dim() > 1 and choice.shape[-1] < experts
+    return int(choice.shape[-1]) if choice is not None and indices else chosen
+
+
+def _given(output: Any, experts: int, chosen: int) -> tuple[Tensor | None, list[Tensor]]:
+    """Among what a router returned: its choice, and its scores."""
+    tensors = [local(x) for x in nested_tensors(output) if x.layout == torch.strided and not x.is_meta]
+    whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dim() and t.numel()]
+    scores = [t for t in tensors if t.is_floating_point() and t.dim() and t.shape[-1] == experts and t.numel()]
+    return next((t for t in whole if t.shape[-1] in (experts, chosen)), whole[0] if whole else None), scores
 
 
 def _logits(scores: list[Tensor]) -> Tensor:

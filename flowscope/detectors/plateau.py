@@ -1,0 +1,184 @@
+"""`loss_plateau`: a loss that stays at what guessing gives, one that never falls, one that is given the wrong thing."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowscope.detectors.detector import OUTCOME, WIRING, Array, Detector, Finding, said
+from flowscope.detectors.losses import PLAYERS, losses_of
+from flowscope.detectors.rates import working
+from flowscope.records import Record, RunHeader
+
+WINDOW = 200
+"""How many of the last losses tell a plateau from slow progress."""
+CHANCE_ABOVE = 0.5
+"""Further above the level of guessing, a loss is no cross-entropy at chance but something else (or diverges)."""
+FALLING = 0.01
+"""Less than this share of the level of guessing in a hundred steps (or than noise) is not falling: so slowly falls a
+network that learns shuffled labels by heart."""
+SURE_STEPS = 300
+"""By so many steps noise is no excuse: before, a fall that is only likely counts as one."""
+BEGINNING = 20
+"""The first losses of a run, against which one that has no level of guessing is measured."""
+FLAT = 0.02
+"""Where the means are known better than to this share, a loss that fell by less than it has not fallen."""
+
+
+class LossPlateau(Detector):
+    """The loss stays at what guessing gives, or where it began.
+
+    A loss that chooses among classes has a level of guessing, the log of their number. What converged is below that
+    level, what still learns falls. Any other loss is measured by the run's own start and its noise.
+    """
+
+    kind, level = "loss_plateau", OUTCOME
+    yields_to = frozenset({"update_too_small", "representation_collapse", "rank_collapse", "constant_output"})
+    advice = (
+        "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
+        "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches"
+    )
+    begins_with: ClassVar[dict[str, Any]] = {
+        "window": deque(maxlen=WINDOW),
+        "first": deque(),
+        "lowest": math.inf,
+        "rate": {},
+        "seen": 0,
+        "fresh": None,
+        "rivals": 0,
+    }
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the run."""
+        del header
+        losses, state = losses_of(record), self.state
+        if state["fresh"] is None:
+            state["fresh"] = float(record.step == 0)
+        state["rivals"] = min(state["rivals"] + ("other_losses" in record.metrics), PLAYERS)
+        state["window"].extend(losses.tolist())
+        state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
+        steady = working(record, state["rate"])
+        seen = state["seen"] = min(state["seen"] + losses.size, max(SURE_STEPS, self.config.plateau_steps))
+        if losses.size == 0 or seen < self.config.plateau_steps:
+            yield self.unseen()
+            return
+        classes = classes_of(record)
+        if math.isfinite(classes):
+            yield from said(self._at_chance(record, classes, steady=steady))
+        elif "loss_classes" in record.metrics:
+            yield from said(self._at_start(record, steady=steady))
+        else:
+            yield self.unseen()
+
+    def _at_chance(self, record: Record, classes: float, *, steady: bool) -> Finding | None:
+        chance, tolerance = math.log(max(2.0, classes)), self.config.plateau_drop
+        window = np.array(self.state["window"])
+        early, late = np.array_split(window, 2)
+        level, noise = float(window.mean()), 2 * float(window.std()) / math.sqrt(window.size)
+        if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
+            return None
+        sure = self.state["seen"] >= SURE_STEPS
+        least = max(FALLING * chance * window.size / WINDOW, 2 * noise) if sure else noise / 2
+        limit = (1 - tolerance) * chance
+        if level < limit or early.mean() - late.mean() > least or not steady:
+            return self.near(True)
+        message = (
+            f"the mean loss of the last {window.size} steps is {level:.3g} and does not fall: guessing among "
+            f"{classes:.0f} classes gives {chance:.3g} (limit {limit:.3g}); {_steps(record)}"
+        )
+        return self.found("", level, limit, message)
+
+    def _at_start(self, record: Record, *, steady: bool) -> Finding | None:
+        """A loss without a level of guessing, which has never fallen though its noise would show it."""
+        state, window = self.state, np.array(self.state["window"])
+        first, late = np.array(state["first"]), window[-len(window) // 2 :]
+        if not state["fresh"] or state["rivals"] >= PLAYERS or first.size < BEGINNING or not bool((window > 0).all()):
+            return self.unseen()
+        start, level = float(first.mean()), float(late.mean())
+        state["lowest"] = min(state["lowest"], level)
+        error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
+        if state["lowest"] < (1 - FLAT) * start or 2 * error > FLAT * start or level > (1 + CHANCE_ABOVE) * start:
+            return None
+        if not steady or start - level > error:
+            return self.near(True)
+        limit = (1 - FLAT) * start
+        message = (
+            f"the loss has not fallen since the start: {start:.4g} in the first {first.size} steps, {level:.4g} in the "
+            f"last {late.size} (limit {limit:.4g}); {_steps(record)}"
+        )
+        advice = (
+            "look whether the loss depends on what the model answers (masks, weights of its terms, second derivatives "
+            "through ReLU are 0); then try another learning rate"
+        )
+        return self.found("", level, limit, message, advice=advice)
+
+
+class LossMisfit(Detector):
+    """A loss of a choice among classes is given what it does not take, which its graph shows."""
+
+    kind, level = "loss_plateau", WIRING
+    begins_with: ClassVar[dict[str, Any]] = {}
+
+    @property
+    def name(self) -> str:
+        """Apart from the rule on the loss itself."""
+        return "loss_misfit"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the run."""
+        del header
+        code = record.metrics.get("loss_misfit")
+        if code is None:
+            yield self.unseen(cause="misfit")
+        elif told := MISFITS.get(int(code[0])):
+            message, advice = told
+            yield self.found("", float(code[0]), 0.0, message, advice=advice, cause="misfit")
+
+
+MISFITS = {
+    1: (
+        "a sigmoid (or softmax) stands before binary_cross_entropy_with_logits, which applies one itself: it then sees "
+        "probabilities between 0.5 and 0.73 only, and the loss cannot fall far",
+        "give the loss the logits: leave the sigmoid out of the model while training",
+    ),
+    2: (
+        "a softmax stands before cross_entropy, which applies one itself: the loss cannot fall far, and its gradient "
+        "is small",
+        "give the loss the logits: leave the softmax out of the model while training",
+    ),
+    3: (
+        "a sigmoid stands before cross_entropy, which takes logits of any size: the loss cannot fall far",
+        "give the loss the logits: leave the sigmoid out of the model while training",
+    ),
+    4: (
+        "the softmax before the loss runs along another axis than the classes (over the samples of a batch, or over "
+        "positions): a sample's probabilities do not add up to 1",
+        "softmax over the class axis: dim=1 of [B, C] and [B, C, ...]",
+    ),
+}
+"""`loss_misfit` -> message and advice."""
+
+
+def classes_of(record: Record) -> float:
+    """The number of classes the loss chooses among, NaN where it is no such choice.
+
+    Records made before the loss's graph was read have the width of the output alone.
+    """
+    known: Array | None = record.metrics.get("loss_classes", record.metrics.get("output_width"))
+    return float(known[0]) if known is not None and known.size == 1 else math.nan
+
+
+def _steps(record: Record) -> str:
+    """What gradients and updates were in this record."""
+    gradients, updates = (record.metrics.get(name) for name in ("param_grad_norm", "update_ratio"))
+    if gradients is not None and not bool((gradients > 0).any()):
+        return "no parameter has a gradient"
+    if updates is not None and not bool((updates > 0).any()):
+        return "no weight moves"
+    if gradients is None or updates is None:
+        return "nothing else is known of the steps"
+    return "gradients arrive and weights move"

@@ -1,0 +1,340 @@
+"""What the loss is made of, read from its graph: the classes it chooses among, its shapes, which calls it compares.
+
+A backward pass begins at the loss. When the gradient of the model's output arrives, the graph between the two is walked
+once: what each operation was and the shape it returned are still known when its tensors are freed. No tensor is read.
+
+Axis letters: B samples, C classes, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from flowscope.hooks.hooks import Hooks
+from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.metrics import Metric
+from flowscope.model.hidden_state import floating_tensors, is_compiling
+from flowscope.model.view import ModelView
+from flowscope.record_builder import RecordBuilder
+from flowscope.torch_internals import axis_of, backward_under_way, begun_from, output_shape, sequence_number
+
+NODES = 256
+"""So many operations between loss and output are looked at, at most."""
+
+PARTS = 16
+"""A model of more parts than this is no set of nets."""
+
+CHOICE = ("NllLoss", "BinaryCrossEntropy")
+"""Losses of a choice among classes."""
+SQUASHED = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
+RESHAPED = (
+    "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "ToCopy", "Alias", "Clone",
+    "Select", "Slice",
+)  # fmt: skip
+"""Operations that only lay the same numbers out anew, or leave some out."""
+PAIRED = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "PoissonNllLoss")
+"""Losses of two tensors, which torch broadcasts against each other."""
+COMBINED = ("Sub", "Rsub", "Mul", "Add")
+SUMMED = ("MeanBackward0", "SumBackward0")
+MISFITS = ("", "sigmoid twice", "softmax twice", "a sigmoid before the softmax", "softmax along the wrong axis")
+"""What `loss_misfit` counts."""
+UNCOUNTED = 1 << 63
+"""Nodes of leaves have no number of their own, but one above all others."""
+
+
+class Objective(Instrument):
+    """The graph between the loss and the model's output, at the first backward pass of each sampled step.
+
+    A model of several nets may never be called itself: then the outputs of its parts are its outputs.
+    """
+
+    name = "objective"
+    families = ("depth", "parameters")
+    metrics = (
+        Metric(
+            "loss_classes",
+            "Classes that the loss chooses among: guessing costs the log of it. Grey: the loss is no such choice.",
+            formula="width of log_softmax before nll_loss; 2 for binary_cross_entropy",
+            rows="model",
+            drawn=False,
+        ),
+        Metric(
+            "loss_misfit",
+            "Whether what the loss is given is not what it takes. 0: it is.",
+            formula="1 sigmoid twice, 2 softmax twice, 3 sigmoid before softmax, 4 softmax along another axis",
+            healthy="0",
+            rows="model",
+            drawn=False,
+        ),
+        Metric(
+            "loss_broadcast",
+            "Shape of what was broadcast to all pairs of samples in the loss, and the shape it was broadcast to.",
+            formula="[rows, columns (0: one axis), rows, columns]",
+            healthy="none",
+            rows="model",
+            drawn=False,
+        ),
+        Metric(
+            "loss_compares",
+            "1 where one loss compares what several calls of the model returned, as contrastive losses do.",
+            bounds=(0.0, 1.0),
+            rows="model",
+            drawn=False,
+        ),
+        Metric(
+            "other_losses",
+            "1 where a second loss ran through the model in this step, for another optimizer (GAN, actor-critic).",
+            bounds=(0.0, 1.0),
+            rows="model",
+            drawn=False,
+        ),
+    )
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+        self._seen: ObjectiveGraph | None = None
+        self._pass = -1
+        self._updated = self._arrived_here = self._rivals = self._foreign = self._inside = False
+
+    def attach(self, view: ModelView, hooks: Hooks) -> None:
+        """Look at what the root returns."""
+        self._switch, self._hooks = hooks.switch, hooks
+        hooks.before(view.model, self.fuse, self._enter, hooks.switch)
+        hooks.after(view.model, self.fuse, self._leave, hooks.switch, always=True)
+        for part in parts_of(view.model):
+            hooks.after(part, self.fuse, self._after, hooks.switch)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module, args, kwargs
+        self._inside = True
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside = False
+        self._after(module, args, kwargs, output)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling() or self._inside or self._switch.paused:
+            return
+        x = next((x for x in floating_tensors(output) if x.grad_fn is not None), None)
+        if x is not None and (number := sequence_number(x.grad_fn)) < UNCOUNTED:
+            # numbers, not nodes: a forward without backward must not live longer
+            self._ends[number] = int(x.shape[-1]) if x.dim() > 1 else 1
+            self._hooks.on_gradient(x, self.fuse, self._arrived, "objective")
+
+    def _arrived(self, gradient: Tensor) -> None:
+        del gradient
+        if self._switch.paused or self._pass == (under_way := backward_under_way()):
+            return
+        self._pass = under_way
+        roots = [root.grad_fn for root in begun_from() if root.grad_fn is not None]
+        if not roots:
+            return
+        self._arrived_here = True
+        self._rivals |= self._updated and not self._switch.in_closure
+        if self._seen is None and len(roots) == 1:
+            self._seen = read_graph(roots[0], self._ends)
+
+    def before_update(self, *, updating: bool) -> None:
+        """A loss that comes after this in the same step is another player's."""
+        del updating
+        self._updated = True
+
+    def take(self) -> Taken:
+        """No tensors: what the graph said."""
+        told = partial(self._read, self._seen, self._rivals or self._foreign)
+        self._foreign = False
+        self._forget()
+        return Taken(self.name, [], told)
+
+    def drop(self) -> None:
+        """What was deposited belongs to no step of ours; a backward pass among it to another model's optimizer."""
+        self._foreign |= self._arrived_here
+        self._forget()
+
+    def discard(self) -> None:
+        """The pass counts for nothing; the outputs of forwards under way are still awaited."""
+        self._seen = None
+
+    def _forget(self) -> None:
+        self._ends, self._seen = {}, None
+        self._updated = self._arrived_here = self._rivals = False
+
+    @staticmethod
+    def _read(graph: ObjectiveGraph | None, rivals: bool, out: RecordBuilder, parts: list[Array]) -> None:
+        del parts
+        if rivals:
+            out.add("other_losses", np.ones(1), ("",))
+        if graph is None:
+            return
+        found = {
+            "loss_classes": graph.classes,
+            "loss_misfit": float(graph.misfit),
+            "loss_compares": float(graph.compares),
+        }
+        for name, value in found.items():
+            out.add(name, np.array([value]), ("",))
+        if graph.broadcast is not None:
+            (rows, *columns), wide = graph.broadcast
+            shape = np.array([rows, *(columns or [0]), *wide], dtype=np.float64)
+            out.add("loss_broadcast", shape, ("rows", "columns", "rows in the loss", "columns in the loss"))
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The nets a model consists of, where they may be called in its place; none of a mere sequence of layers."""
+    if isinstance(model, nn.Sequential):
+        return []
+    parts: list[nn.Module] = []
+    for child in model.children():
+        held = isinstance(child, (nn.ModuleDict, nn.ModuleList))
+        parts += child.children() if held else [child]
+    return parts if len(parts) <= PARTS else []
+
+
+@dataclass
+class ObjectiveGraph:
+    """What is between a loss and the model's output.
+
+    Attributes:
+        classes: C of the one choice among classes, NaN where there is none or several.
+        misfit: an index of `MISFITS`.
+        broadcast: the shape of an operand with one value a sample, (B,) or (B, 1), and (B, B), what it became.
+        compares: whether outputs of several calls meet before they are summed up.
+    """
+
+    classes: float = float("nan")
+    misfit: int = 0
+    broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    compares: bool = False
+    choices: list[int] = field(default_factory=list)
+
+
+def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
+    """Walk from the loss to the model's outputs.
+
+    Args:
+        root: the loss's node.
+        ends: the number of each output's node in this step -> the size of its last axis (1: one value a sample).
+    """
+    out = ObjectiveGraph()
+    reached: dict[int, frozenset[int]] = {}
+    by_direction = False
+    for node, parents in _between(root, ends):
+        name, children = node.name(), _children(node)
+        if name.startswith(CHOICE):
+            out.choices.append(_classes(name, children))
+            out.misfit = out.misfit or _misfit(name, children)
+        if out.broadcast is None:
+            out.broadcast = _broadcast(node, name, children, parents)
+        number = sequence_number(node)
+        calls = frozenset([number]) if number in ends else frozenset()
+        for child in children:
+            below = reached.get(id(child), frozenset())
+            wide = any(ends[end] > 1 and ends[end] in output_shape(child)[-2:] for end in below)
+            met = bool(calls) and bool(below - calls) and wide and len(output_shape(child)) > 1
+            out.compares |= met and (output_shape(node) != () or name.startswith(PAIRED))
+            calls |= below
+        by_direction |= "Norm" in name and any(ends[end] > 1 for end in calls)
+        reached[id(node)] = calls
+    # each output against a fixed one, by their directions, and several of them in one loss
+    out.compares |= by_direction and len(reached[id(root)]) > 1
+    if len(out.choices) == 1:
+        out.classes = float(out.choices[0])
+    return out
+
+
+def _between(root: Any, ends: dict[int, int]) -> Iterator[tuple[Any, list[Any]]]:
+    """The nodes from the outputs up to the loss, each behind what it was made of, with the nodes made of it.
+
+    What is older than the first output leads to none of them.
+    """
+    oldest = min(ends, default=UNCOUNTED)
+    parents: dict[int, list[Any]] = {id(root): []}
+    found, waiting = [root], [root]
+    while waiting and len(found) < NODES:
+        node = waiting.pop()
+        if sequence_number(node) in ends:
+            continue
+        for child in _children(node):
+            if child is None or not oldest <= sequence_number(child) < UNCOUNTED:
+                continue
+            if id(child) not in parents:
+                parents[id(child)] = []
+                found.append(child)
+                waiting.append(child)
+            parents[id(child)].append(node)
+    # an operation is younger than what it was made of
+    found.sort(key=sequence_number)
+    return ((node, parents[id(node)]) for node in found)
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions]
+
+
+def _same_numbers(node: Any) -> Any:
+    """What a node's numbers were before they were laid out anew."""
+    for _ in range(8):
+        if node is None or not node.name().startswith(RESHAPED):
+            break
+        node = _children(node)[0]
+    return node
+
+
+def _classes(name: str, children: list[Any]) -> int:
+    """C of a choice: the class axis of nll_loss is the second ([B, C], [B, C, H, W]), or the only one."""
+    if not name.startswith("NllLoss"):
+        return 2
+    shape = output_shape(children[0]) if children and children[0] is not None else ()
+    return shape[1] if len(shape) > 1 else shape[0] if shape else 2
+
+
+def _misfit(name: str, children: list[Any]) -> int:
+    """An index of `MISFITS`: what a choice among classes is given and does not take."""
+    given = children[0] if children else None
+    if given is None:
+        return 0
+    if name.startswith("BinaryCrossEntropyWithLogits"):
+        return 1 if _same_numbers(given).name() in SQUASHED else 0
+    if not name.startswith("NllLoss"):
+        return 0
+    axis, shape, inner = axis_of(given), output_shape(given), _same_numbers(given)
+    if given.name() == "LogSoftmaxBackward0" and axis is not None and len(shape) > 1 and axis % len(shape) != 1:
+        return 4
+    if inner is None or inner.name() != "LogSoftmaxBackward0":
+        return 0
+    before = _same_numbers(_children(inner)[0])
+    squashed = None if before is None else SQUASHED.get(before.name())
+    return {None: 0, "softmax": 2, "sigmoid": 3}[squashed]
+
+
+def _broadcast(
+    node: Any, name: str, children: list[Any], parents: list[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """One value a sample that became one a pair of samples, and not on purpose (an axis put in: `x[:, None]`)."""
+    shape = output_shape(node)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 2:
+        return None
+    single = {(shape[0],), (shape[0], 1)}
+    made = [child for child in children if child is not None]
+    small = [child for child in made if output_shape(child) in single]
+    if not small or len(small) < len(made):
+        return None
+    if name.startswith("Expand"):
+        # torch's own losses broadcast what they are given before they compare it
+        meant = not any(parent.name().startswith(PAIRED) for parent in parents)
+    else:
+        meant = not name.startswith(COMBINED) or any(child.name().startswith("Unsqueeze") for child in small)
+        meant |= name.startswith("Mul") and not any(_summed(parent) for parent in parents)
+        alike = len(small) == 2 and output_shape(small[0]) == output_shape(small[1])
+        meant |= alike
+    return None if meant else (output_shape(small[0]), shape)
+
+
+def _summed(node: Any) -> bool:
+    return node.name() in SUMMED or node.name().startswith("Neg")
