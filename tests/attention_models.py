@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 B, H, T, D = 3, 4, 7, 32
 NAMES = ("attention_logit_max", "attention_logit_head", "attention_entropy", "attention_sink")
+BY_HEAD = "attention_logit_max_by_head"
 
 
 class Attention(nn.Module):
@@ -109,4 +110,5 @@ def naive(logits: list[np.ndarray]) -> dict[str, Any]:
                         rows["attention_entropy"].append(-np.sum(p * np.log(np.maximum(p, 1e-300))))
                         rows["attention_sink"].append(p[0] if np.isfinite(row[0]) else 0.0)
     means = {name: np.mean(values) for name, values in rows.items() if values}
-    return {"attention_logit_max": largest.max(), "attention_logit_head": largest.argmax(), **means}
+    heads = {"attention_logit_max": largest.max(), "attention_logit_head": largest.argmax(), BY_HEAD: largest}
+    return {**heads, **means}

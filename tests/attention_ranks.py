@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attention_models import NAMES, Stack, data
+from attention_models import BY_HEAD, NAMES, Stack, data
 from torch.nn.parallel import DistributedDataParallel
 from watch_models import watched
 
@@ -21,6 +21,6 @@ with watched(model, optimizer) as scope:
     for _ in range(3):
         model(half).square().mean().backward()
         optimizer.step()
-records = [{name: record[name].tolist() for name in NAMES} for record in scope.records]
+records = [{name: record[name].tolist() for name in (*NAMES, BY_HEAD)} for record in scope.records]
 Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(records))
 dist.destroy_process_group()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_models import NAMES, B, D, H, Stack, T, data, logits_of, naive
+from attention_models import BY_HEAD, NAMES, B, D, H, Stack, T, data, logits_of, naive
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -24,9 +24,15 @@ from two_ranks import torchrun
 from watch_models import close_to, watched
 
 import flowscope
+from flowscope.hooks import attention_layers
 from flowscope.hooks.attention_calls import Rows, attention_modules
+from flowscope.hooks.compiled import NO_ATTENTION
+from flowscope.sums import attention_table
 from flowscope.sums.attention_rows import Product, head_sums, row_values, strides
+from flowscope.sums.attention_table import AttentionStep, blank
+from flowscope.sums.payload import Sharing
 
+HALVES = slice(0, D // 2), slice(D // 2, D)
 KINDS = ("sdpa", "softmax", "multi-head")
 CHECKPOINTS = (None, False, True)
 
@@ -54,11 +60,11 @@ def steps(model: nn.Module, forward: Any = None, passes: int = 2, count: int = 2
 def expected(model: Stack, passes: int = 2) -> dict[str, np.ndarray]:
     blocks = zip(*(logits_of(model, data(seed)) for seed in range(passes)), strict=True)
     rows = [naive(list(block)) for block in blocks]
-    return {name: np.array([row[name] for row in rows]) for name in NAMES}
+    return {name: np.array([row[name] for row in rows]) for name in (*NAMES, BY_HEAD)}
 
 
 def the_same(records: list[flowscope.Record], truth: dict[str, np.ndarray]) -> None:
-    for record, name in itertools.product(records, NAMES):
+    for record, name in itertools.product(records, truth):
         close_to(record[name], truth[name], rtol=1e-5)
 
 
@@ -269,6 +275,54 @@ def test_attention_of_frozen_layers_is_seen_too() -> None:
     the_same(steps(model), expected(model))
 
 
+def test_layers_with_fewer_heads_end_in_nan() -> None:
+    model = Stack()
+    model.blocks[1].mixer.num_heads = 1  # what it says of itself; it computes with H
+    model.blocks[2].mixer = nn.MultiheadAttention(D, 2, batch_first=True)
+    model.blocks[2].forward = lambda x: model.blocks[2].mixer(x, x, x)[0]
+    (record,) = steps(model, passes=1, count=1)
+    with torch.no_grad():
+        x = model.blocks[1](model.blocks[0](model.embed(data())))
+        q, k, _ = F.linear(x, model.blocks[2].mixer.in_proj_weight, model.blocks[2].mixer.in_proj_bias).chunk(3, -1)
+    heads = [whole(q[:, None, :, half], k[:, None, :, half], scale=(D // 2) ** -0.5).max() for half in HALVES]
+    assert record[BY_HEAD].shape == (3, H)
+    close_to(record[BY_HEAD][2], [*heads, np.nan, np.nan], rtol=1e-5)
+
+
+@pytest.mark.parametrize("places", [0, 1 << 16])
+def test_many_ranks_say_at_least_which_head_it_is(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_table, "PLACES", places)
+    tables = [blank(torch.empty(2, 6, dtype=torch.float64)) for _ in range(3)]
+    tables[0][0], tables[1][0] = torch.tensor([1.0, 2, 3, -4, 5, -6]), torch.tensor([10.0, 20, 30, 4, -5, -torch.inf])
+    steps = [AttentionStep([table], 2, 3) for table in tables]
+    sharing = [Sharing(3, torch.device("cpu"), rank < 2, 2, 1.0, rank == 0, 0, rank) for rank in range(3)]
+    parts = [step.parts(share, {})[0] for step, share in zip(steps, sharing, strict=True)]
+    total = sum(part.gather() for part in parts).numpy()
+    for step, part in zip(steps, parts, strict=True):
+        part.scatter(total)
+        sums, largest, head, heads = step.numbers([])
+        np.testing.assert_array_equal(sums, [[11, 22, 33], [0, 0, 0]])
+        assert (largest[0], head[0], largest[1]) == (5, 1, -np.inf)
+        if places:
+            np.testing.assert_array_equal(heads, [[4, 5, -6], [-np.inf] * 3])
+        else:
+            assert heads is None
+
+
+def test_a_torch_that_cannot_show_compiled_attention_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_layers, "HOOKED_INTERMEDIATES", False)
+    torch.compiler.reset()
+    model = Stack(depth=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watched(model, optimizer) as scope:
+        torch.compile(model, backend="eager")(data()).square().mean().backward()
+        optimizer.step()
+    assert NO_ATTENTION in scope.records[0].notes
+    assert "attention_entropy" not in scope.records[0].metrics
+    assert NO_ATTENTION not in steps(Stack(depth=1), count=1)[0].notes
+    torch.compiler.reset()
+
+
 def test_what_gets_no_backward_is_not_counted() -> None:
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -398,5 +452,5 @@ def test_two_ranks_say_what_one_process_says_of_the_whole_batch(tmp_path: Path) 
     truth = [naive([logits]) for logits in logits_of(Stack(), data(batch=6))]
     for rank in range(2):
         for record in json.loads((tmp_path / f"{rank}.json").read_text()):
-            for name in NAMES:
-                close_to(np.array(record[name]), [row[name] for row in truth], rtol=1e-5)
+            for name in (*NAMES, BY_HEAD):
+                close_to(np.array(record[name]), np.array([row[name] for row in truth]), rtol=1e-5)

@@ -19,6 +19,7 @@ FORWARD_ONLY = (
     "compiled on a torch that cannot trace gradient hooks (before 2.13): activation gradients are not seen, forward "
     "statistics count every forward with gradient; parameter metrics are whole"
 )
+NO_ATTENTION = "compiled on a torch before 2.13: attention inside of compiled code is not seen"
 IN_PLACE = "compiled: an operation in place hides the gradient of {points}: not seen"
 NEVER_FIRED = (
     "no hook fired in flow {flow}, though its parameters got gradients: its points are not seen (that is not zero). "

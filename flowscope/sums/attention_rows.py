@@ -23,26 +23,23 @@ MASKED = -5e3
 """A logit below this is a masked pair (-inf, the least number of a dtype, -1e4 or -1e9); a row of such is left out."""
 OFF = -1e30
 """Stands for -inf."""
-LEAST = -80.0
-"""A logit so far below the largest counts as this: exp of it is nothing, and of less fifty times as slow on a host."""
-SAMPLES = 2
-"""Where there are more rows than are looked at, those of so many samples."""
+MOST = 16
+"""Where there are more rows than all are looked at of, about so many are: of one sample if it has as many."""
 
 
 def row_values(logits: Tensor) -> Tensor:
     """Return [3, B, H, R]: of each row the entropy, the share on the first key, and the largest logit.
 
-    The entropy is log Z - sum(e l) / Z in nats, with l the logits less the largest, e = exp l, Z = sum e.
+    The entropy is log Z - sum(p l) in nats, with l the logits less the largest, Z = sum exp l, p = exp(l) / Z; the
+    largest p is 1 / Z.
 
     Args:
         logits: [B, H, R, S] fp32 after scale, bias and mask, with OFF where a pair is masked; overwritten.
     """
     top = logits.amax(-1, keepdim=True)
-    apart = logits.sub_(top).clamp_min_(LEAST)
-    share = apart.exp()
-    total, first = share.sum(-1), share[..., 0].clone()
-    entropy = total.log() - share.mul_(apart).sum(-1) / total
-    return torch.stack([entropy, first / total, top.squeeze(-1)])
+    shares = logits.sub_(top).softmax(-1)
+    entropy = -shares.amax(-1).log_() - logits.mul_(shares).sum(-1)
+    return torch.stack([entropy, shares[..., 0], top.squeeze(-1)])
 
 
 def head_sums(values: Tensor) -> Tensor:
@@ -57,19 +54,13 @@ def head_sums(values: Tensor) -> Tensor:
     return torch.cat([sums, seen.sum((-1, -2, -3)).unsqueeze(-1), largest], -1)
 
 
-def combined(one: Tensor, other: Tensor) -> Tensor:
-    """The numbers [..., 3 + H] of two sets of rows as one's."""
-    sums = one[..., :HEADS] + other[..., :HEADS]
-    return torch.cat([sums, torch.maximum(one[..., HEADS:], other[..., HEADS:])], -1)
-
-
 def strides(batch: int, rows: int, limit: int) -> tuple[int, int]:
-    """Each how-many-eth sample and row is looked at: all where B*T <= limit, else about limit / 8, row 0 included."""
+    """Each how-many-eth sample and row is looked at: all where B*T <= limit, else about MOST, row 0 included."""
     if batch * rows <= limit:
         return 1, 1
-    limit = max(2, limit // 8)
-    samples = min(batch, max(SAMPLES, limit // rows))
-    return -(-batch // samples), max(1, -(-rows * samples // limit))
+    most = min(MOST, limit)
+    samples = min(batch, -(-most // rows))
+    return -(-batch // samples), max(1, rows * samples // most)
 
 
 def heads_last(x: Tensor, heads: int) -> Tensor:
@@ -87,9 +78,10 @@ def product_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     if (groups := key.shape[1]) not in (1, query.shape[1]):
         grouped = query.reshape(query.shape[0], groups, -1, *query.shape[2:]) @ key.unsqueeze(2).transpose(-1, -2)
         return grouped.flatten(1, 2)
-    if query.shape[0] <= SAMPLES and is_host(query):  # one by one, as many would be copied
-        return torch.stack([q @ k.transpose(-1, -2) for q, k in zip(query, key, strict=True)])
-    return query @ key.transpose(-1, -2)
+    key = key.transpose(-1, -2)
+    if query.shape[0] == 1 and is_host(query):  # with its axis of samples it would be copied
+        return (query[0] @ key[0]).unsqueeze(0)
+    return query @ key
 
 
 def masked(logits: Tensor, mask: Tensor) -> Tensor:
@@ -132,35 +124,17 @@ class Product:
         return logits
 
 
-def values_of(products: Sequence[Product]) -> list[Tensor]:
-    """The `row_values` [3, B, H, R] of each of the products, those that are alike at once."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for at, product in enumerate(products):
-        groups.setdefault(product.alike, []).append(at)
+def all_values(waiting: Sequence[Tensor | Product]) -> list[Tensor]:
+    """The values [3, B, H, R] of calls, those of products that are alike computed at once."""
+    groups: dict[tuple[Any, ...], list[tuple[int, Product]]] = {}
     out: dict[int, Tensor] = {}
-    for places in groups.values():
-        group = [products[at] for at in places]
-        query, key = (torch.cat([getattr(product, name) for product in group]) for name in ("query", "key"))
-        values = row_values(Product(query, key, group[0].kind).logits())
-        out.update(zip(places, values.chunk(len(group), 1), strict=True))
-    return [out[at] for at in range(len(products))]
-
-
-def fitted(sums: Tensor, heads: int) -> Tensor:
-    """Numbers [3 + H] with at most so many heads: more are taken for one."""
-    if sums.shape[0] - HEADS <= heads:
-        return sums
-    return torch.cat([sums[:HEADS], sums[HEADS:].amax(0, keepdim=True)])
-
-
-def wider(sums: Tensor, like: Tensor) -> Tensor:
-    """Numbers [3 + H] as wide as `like`, which holds those of no rows."""
-    sums = fitted(sums.to(like.dtype), like.shape[0] - HEADS)
-    return sums if sums.shape == like.shape else torch.cat([sums, like[sums.shape[0] :]])
-
-
-def blank(table: Tensor) -> Tensor:
-    """Numbers [..., 3 + H] of no rows."""
-    table[..., :HEADS] = 0.0
-    table[..., HEADS:] = -math.inf
-    return table
+    for at, call in enumerate(waiting):
+        if isinstance(call, Product):
+            groups.setdefault(call.alike, []).append((at, call))
+        else:
+            out[at] = call
+    for group in groups.values():
+        query, key = (torch.cat([getattr(product, name) for _, product in group]) for name in ("query", "key"))
+        values = row_values(Product(query, key, group[0][1].kind).logits())
+        out.update(zip((at for at, _ in group), values.chunk(len(group), 1), strict=True))
+    return [out[at] for at in range(len(waiting))]

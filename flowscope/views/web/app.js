@@ -288,7 +288,7 @@ export class App {
     return (await Promise.all(entries.map((entry) => this.matricesOf(entry, step)))).flat();
   }
 
-  async matricesOf({ metric, shape, words, bounds }, step) {
+  async matricesOf({ metric, shape, words, bounds, scale, per_flow }, step) {
     const problems = [];
     const read = async (run) => {
       const entry = this.find(run, metric);
@@ -300,7 +300,7 @@ export class App {
       }
     };
     const records = (await Promise.all(this.shown().map(read))).filter((found) => found?.record);
-    return [el("h2", {}, metric), el("p", { class: "words" }, words), ...(records.length ? FIGURES[shape](records, bounds) : []), ...problems];
+    return [el("h2", {}, metric), el("p", { class: "words" }, words), ...(records.length ? FIGURES[shape](records, bounds, { scale, per_flow }) : []), ...problems];
   }
 
   /** Go to the place and the step of an alert. */

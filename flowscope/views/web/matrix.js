@@ -1,4 +1,4 @@
-// A square of numbers: the cosine of each pair of depths, or how streams are mixed at a site.
+// A matrix of numbers: the cosine of each pair of depths, how streams are mixed at a site, a number for each head of a layer.
 
 import { el } from "./dom.js";
 import { decode, format, makeScale, paint } from "./scale.js";
@@ -9,45 +9,43 @@ function square(numbers, scale, describe) {
   const readout = el("output", { class: "readout", hidden: true });
   let at = [0, 0];
   const show = (row, column) => {
-    at = [row, column];
-    readout.replaceChildren(el("b", {}, describe(row, column)), el("span", { class: "value" }, format(numbers[row][column])));
+    at = [row, column].map((place, axis) => Math.min(sizes[axis] - 1, Math.max(0, place)));
+    readout.replaceChildren(el("b", {}, describe(...at)), el("span", { class: "value" }, format(numbers[at[0]][at[1]])));
     readout.hidden = false;
   };
-  const size = numbers.length;
-  const clamp = (value) => Math.min(size - 1, Math.max(0, value));
+  const sizes = [numbers.length, numbers[0].length];
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
-  canvas.setAttribute("aria-label", `Matrix of ${size} by ${size}; arrow keys move.`);
+  canvas.setAttribute("aria-label", `Matrix of ${sizes.join(" by ")}; arrow keys move.`);
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const cell = (share) => clamp(Math.floor(share * size));
-    show(cell((event.clientY - box.top) / box.height), cell((event.clientX - box.left) / box.width));
+    show(Math.floor(((event.clientY - box.top) / box.height) * sizes[0]), Math.floor(((event.clientX - box.left) / box.width) * sizes[1]));
   });
   canvas.addEventListener("keydown", (event) => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!move) return;
     event.preventDefault();
-    show(clamp(at[0] + move[0]), clamp(at[1] + move[1]));
+    show(at[0] + move[0], at[1] + move[1]);
   });
   for (const name of ["pointerleave", "blur"]) canvas.addEventListener(name, () => (readout.hidden = true));
   return el("div", { class: "square" }, canvas, readout);
 }
 
-/** Matrices of several runs on one scale: rows and columns are depths, input on top and on the left. */
-export function matrixFigures(records, bounds) {
-  const scale = makeScale("linear", { bounds }, records.flatMap(({ record }) => record.matrix.flat().map(decode)));
-  return [colourBar(scale, {}), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale)))];
+/** Matrices of several runs on one scale: rows are depths, input on top; columns too, input on the left, or heads. */
+export function matrixFigures(records, bounds, { scale: kind = "linear", per_flow: ofFlow = true } = {}) {
+  const scale = makeScale(kind, { bounds }, records.flatMap(({ record }) => record.matrix.flat().map(decode)));
+  return [colourBar(scale, {}), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale, !ofFlow)))];
 }
 
-function matrixFigure(title, record, scale) {
+function matrixFigure(title, record, scale, byHead) {
   const numbers = record.matrix.map((row) => row.map(decode));
   const name = (i) => record.labels[i] ?? `row ${i}`;
   return el(
     "figure",
     { class: "matrix" },
     el("figcaption", {}, `${title}, step ${record.step}`),
-    square(numbers, scale, (row, column) => `${name(row)} and ${name(column)}`),
-    el("small", {}, `${name(0)} on top and on the left, ${name(numbers.length - 1)} at the other end`),
+    square(numbers, scale, (row, column) => (byHead ? `${name(row)}, head ${column}` : `${name(row)} and ${name(column)}`)),
+    el("small", {}, `${name(0)} on top${byHead ? ", head 0" : " and"} on the left, ${name(numbers.length - 1)} at the other end`),
   );
 }
 
