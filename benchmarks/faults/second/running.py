@@ -37,7 +37,7 @@ def programs() -> dict[str, Program]:
 
 @dataclass
 class Row:
-    """What one run gave. `figure` is None where the run did not end; `error` then says why."""
+    """What one run gave; `seconds` of CPU time. `figure` is None where the run did not end: `error` says why."""
 
     program: str
     faulty: bool
@@ -73,7 +73,7 @@ def run(program: Program, row: Row, folder: Path, bare: bool) -> None:
 
     torch.set_num_threads(1)
     scopes: list[Any] = []
-    began = time.perf_counter()
+    began = time.process_time()
     with (folder / "output.txt").open("w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             watch = no_watch if bare else watching(folder, row, scopes)
@@ -82,7 +82,7 @@ def run(program: Program, row: Row, folder: Path, bare: bool) -> None:
             row.error = traceback.format_exc()
         for scope in scopes:
             scope.close()
-    row.seconds = time.perf_counter() - began
+    row.seconds = time.process_time() - began
     row.steps = max((scope.records[-1].step + 1 for scope in scopes if scope.records), default=0)
 
 
@@ -115,11 +115,26 @@ def import_from(package: str | None) -> None:
         raise SystemExit(f"flowscope was imported from {flowscope.__file__}, not from {package}")
 
 
+def warm() -> None:
+    """Import, before the workers fork, what the first step of any optimizer and the first look at data import."""
+    import torch
+
+    from .toys import digits
+
+    torch.set_num_threads(1)
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        kind([weight], lr=0.1).step()
+    digits()
+
+
 def run_all(
     wanted: Iterable[tuple[Program, bool, int]], folder: Path, *, workers: int, bare: bool, limit_s: float
 ) -> Iterator[Row]:
     """Rows as the runs end, `workers` at a time, each in a forked process that is ended after `limit_s` seconds."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warm()
     context = multiprocessing.get_context("fork")
     waiting = list(wanted)[::-1]
     active: list[tuple[BaseProcess, Row, Path, float]] = []
