@@ -28,6 +28,7 @@ from flowscope.sinks import Run, Sink
 from flowscope.steps.backward_losses import BackwardLosses
 from flowscope.steps.driver import StepCount, StepDriver
 from flowscope.steps.optimizers import OwnOptimizers
+from flowscope.steps.unstepped import Unstepped
 from flowscope.summary import summarize
 
 NO_FLOWS = FlowPlan((), ())
@@ -122,6 +123,7 @@ class Scope:
         self._count = StepCount(given.schedule, self.config.slow_every, self._faults)
         self._closed = False
         self._driver: StepDriver | None = None
+        self._unstepped: Unstepped | None = None
         self._model = weakref.ref(model)
         if not is_off():
             self._try_to_attach(model, given)
@@ -156,6 +158,7 @@ class Scope:
         self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
         own = OwnOptimizers(model, given.optimizer)
         hooks.optimizers = lambda: own.known
+        self._unstepped = Unstepped(own, hooks.turns, lambda: view.parameters.some(3).values())
         driver = StepDriver(own, observation, self._recorder, self._count, given.schedule)
         if given.scaler is not None:
             driver.use_scaler(given.scaler)
@@ -200,7 +203,10 @@ class Scope:
         value, number = arguments.loss_value(loss), arguments.step_number(step)
         if driver is None:
             return
+        driver.observation.hooks.turns.leaf_loss = isinstance(loss, Tensor) and loss.is_leaf and loss.requires_grad
         driver.mark()
+        if self._unstepped is not None and not self._count.ended:
+            self._unstepped.called()
         driver.told(value, number)
         self._recorder.raise_stop()
 
@@ -273,6 +279,8 @@ class Scope:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
         plan = OFF if is_off() else self.flows
+        if not records and self._unstepped is not None:
+            plan = f"{self._unstepped.reason()}\n{plan}"
         return summarize(self._recorder.covered(), records, alerts, self._faults.failed, plan)
 
     def report(self, path: str | Path) -> Path:
@@ -327,6 +335,8 @@ class Scope:
             return
         try:
             self._driver.finish()
+            if self._unstepped is not None:
+                self._unstepped.close(forwards=self.forwards, ended=self._count.ended)
         finally:
             self._driver.close()
             if (model := self._model()) is not None:

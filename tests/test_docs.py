@@ -236,9 +236,21 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
+    names |= waiting()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
+
+
+def waiting() -> set[str]:
+    """The metric names of a step in which two optimizers find no gradient and change nothing."""
+    model = mlp()
+    first, *others = model.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+    with flowscope.watch(model, optimizers, config={"console": "off"}) as scope:
+        for optimizer in optimizers:
+            optimizer.step()
+    return {*scope.records[0].metrics}
 
 
 def test_documented_metrics_are_those_recorded() -> None:

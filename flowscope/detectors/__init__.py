@@ -39,6 +39,8 @@ from flowscope.detectors.solvers import SolverCost, SolverUnconverged
 from flowscope.detectors.spikes import GradientSpike
 from flowscope.detectors.stepping import GradientAccumulates, StaleParameters
 from flowscope.detectors.units import DeadUnits, Saturation, Symmetry
+from flowscope.detectors.unmoved import Unmoved
+from flowscope.detectors.unreached import Unreached
 from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSmall
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
@@ -50,6 +52,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
     NoGradient,
     StaleParameters,
+    Unreached,
     ParametersNotOptimized,
     GradientAccumulates,
     OverClipped,
@@ -78,6 +81,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     RepresentationCollapse,
     RankCollapse,
     ConstantOutput,
+    Unmoved,
     UpdateTooSmall,
     LossPlateau,
 )

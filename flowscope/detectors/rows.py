@@ -127,6 +127,34 @@ def ancestors(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+def lie_at(points: Sequence[str], chosen: Flags, owners: Sequence[str]) -> Flags:
+    """Which of the modules `owners` belong to one of the chosen points of a flow [P], each to one point at most.
+
+    A module belongs to the point it lies in, or, beside it, to the next one of the same container (a chain's point is
+    the activation behind its layer).
+    """
+    paths = [point.partition("#")[0] for point in points]
+    inside = {path: bool(flag) for path, flag in zip(paths, chosen, strict=True)}
+    beside: dict[str, list[tuple[int, bool]]] = {}
+    for path, flag in inside.items():
+        holder, _, last = path.rpartition(".")
+        if last.isdigit():
+            beside.setdefault(holder, []).append((int(last), flag))
+
+    def lies(owner: str) -> bool:
+        if (point := next((path for path in ancestors(owner) if path in inside), None)) is not None:
+            return inside[point]
+        holder, _, last = owner.rpartition(".")
+        behind = [place for place in beside.get(holder, ()) if last.isdigit() and place[0] >= int(last)]
+        return min(behind)[1] if behind else False
+
+    known: dict[str, bool] = {}
+    for owner in owners:
+        if owner not in known:
+            known[owner] = lies(owner)
+    return np.array([known[owner] for owner in owners], dtype=bool)
+
+
 def _label(names: Sequence[str], index: int) -> str:
     return names[index] if 0 <= index < len(names) else f"row {index}"
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowscope.detectors.detector import WIRING, Detector, Finding, Flags
+from flowscope.detectors.held import FOREIGN, Held, held_in
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.rows import module_of, parameter_name
 from flowscope.records import Record, RunHeader
@@ -38,9 +39,20 @@ class StaleParameters(Detector):
         if norms is None or held is None or trainable is None or not norms.shape == held.shape == trainable.shape:
             yield self.unseen()
             return
-        learning = (trainable == 1) & (norms > 0)
-        if not learning.any():
+        found, asks = held_in(record), trainable == 1
+        learning = asks & (norms > 0)
+        if found is not None and not found.steps.size:
+            yield self._foreign(found, record, header)
+            return
+        if not learning.any() and not (found is not None and asks.any() and (held[asks] == 0).all()):
             yield self.unseen()
+            return
+        if not learning.any():
+            first = parameter_name(record, header, int(np.argmax(asks)))
+            message = (
+                f"the optimizer holds none of the {int(asks.sum())} parameters of this model (the first is {first})"
+            )
+            yield self.found(module_of(first), asks.sum(), 0.0, message, severity="error")
             return
         count, first = int(learning.sum()), parameter_name(record, header, int(np.argmax(learning)))
         if bool((held[learning] == 0).all()):
@@ -51,7 +63,7 @@ class StaleParameters(Detector):
             yield self.found(module_of(first), count, 0.0, message, severity="error", records=1)
             return
         total = float(np.sqrt(np.square(norms[learning]).sum()))
-        if not self._unmoved(record, learning & (held != 0)):
+        if not self._unmoved(record, learning & (held != 0) if found is None else learning & found.turn, found):
             ratio = record.metrics.get("update_ratio")
             if ratio is not None and bool((ratio > 0).any()):
                 self.state["moved"] = max(self.state["moved"], total)
@@ -62,8 +74,21 @@ class StaleParameters(Detector):
             )
             yield self.found(module_of(first), count, 0.0, message, severity="error", records=UNMOVED_RECORDS)
 
+    def _foreign(self, found: Held, record: Record, header: RunHeader) -> Finding:
+        """No optimizer of this model has stepped, another one has, and nothing else moves the weights."""
+        asks = found.trainable
+        if not found.facts[FOREIGN] > 0 or not asks.any() or not bool(found.still[asks].all()):
+            return self.unseen()
+        first = parameter_name(record, header, int(np.argmax(asks)))
+        message = (
+            f"the only optimizer that steps ({found.facts[FOREIGN]:.0f} times so far) holds none of the "
+            f"{int(asks.sum())} parameters of this model (the first is {first}), and none of them changes"
+        )
+        records = UNMOVED_RECORDS
+        return self.found(module_of(first), asks.sum(), 0.0, message, severity="error", records=records)
+
     @staticmethod
-    def _unmoved(record: Record, learning: Flags) -> bool:
+    def _unmoved(record: Record, learning: Flags, found: Held | None) -> bool:
         """Whether every learning parameter is exactly what it was, though its rate and gradient would move it."""
         same, norm = record.metrics.get("param_unchanged"), record.metrics.get("param_norm")
         ratio = record.metrics.get("update_ratio")
@@ -72,6 +97,7 @@ class StaleParameters(Detector):
         rate = record.metrics.get("param_lr", np.full(learning.shape, np.nan))
         learning = learning & (rate != 0)
         still = ratio == 0 if same is None or same.shape != learning.shape else same == 1
+        still = still if found is None else found.still
         if not learning.any() or not bool(still[learning].all()):
             return False
         with np.errstate(all="ignore"):

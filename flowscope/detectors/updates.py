@@ -30,6 +30,7 @@ class UpdateTooSmall(Detector):
     """The steps leave the weights as good as unchanged from the start, or the weights' precision swallows them."""
 
     kind, level = "update_too_small", OUTCOME
+    yields_to = frozenset({"update_too_small"})  # of `Unmoved`: what changes nothing at all
     shown_by = ("update_ratio",)
     begins_with: ClassVar[dict[str, Any]] = {"best": 0.0, "course": {}}
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from flowscope.detectors.detector import WIRING, Array, Detector, Finding, Flags, said
 from flowscope.detectors.gradients import gradient_flows
-from flowscope.detectors.rows import FlowView, ancestors, module_of, parameter_name
+from flowscope.detectors.held import Held, held_in
+from flowscope.detectors.rows import FlowView, ancestors, lie_at, module_of, parameter_name
+from flowscope.detectors.unreached import NEVER_STEPS, part, unreached
 from flowscope.records import Record, RunHeader, Severity
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
@@ -30,7 +32,8 @@ class NoGradient(Detector):
         """Cuts by flow; where there is none, one finding for all unused parameters; one for all frozen ones."""
         # detaching between the chunks of a long sequence is deliberate, so a recurrent layer's steps are left out
         views = [view for view in gradient_flows(record, header) if view.layout.kind != "time"]
-        cuts = list(said(*(self._cut(view, header) for view in views)))
+        held = held_in(record)
+        cuts = list(said(*(self._cut(view, header, held) for view in views)))
         yield from cuts
         trainable, norms = record.metrics.get("param_trainable"), record.metrics.get("param_grad_norm")
         if trainable is None or norms is None or trainable.shape != norms.shape:
@@ -38,22 +41,24 @@ class NoGradient(Detector):
             yield self.unseen(cause="frozen")
             return
         if not any(cut.level == "beyond" for cut in cuts):
-            yield from self._unused(record, header, trainable == 1, norms)
+            yield from self._unused(record, header, trainable == 1, norms, held)
         else:
             yield self.unseen(cause="unused")  # the cut explains it
         yield from self._frozen(record, header, trainable)
 
-    def _cut(self, view: FlowView, header: RunHeader) -> Finding | None:
+    def _cut(self, view: FlowView, header: RunHeader, held: Held | None) -> Finding | None:
         tracked, backward = view.get("tracked_calls"), view.get("backward_calls")
         if tracked is None or backward is None:
             return self.unseen(view.layout.name, "cut")
         if not bool((backward > 0).any()):
-            return self._detached(view, header, tracked)
+            return self._detached(view, header, tracked, held)
         first_with = int(np.argmax(backward > 0))
         silent = (tracked > 0) & ~(backward > 0)
         before = np.flatnonzero(silent[:first_with])
         if before.size == 0:
             return None
+        if held is not None and _meant(view, header, silent & (np.arange(silent.size) < first_with), held):
+            return self.unseen(view.layout.name, "cut")
         last = int(before[-1])
         # a block whose own output has no graph cut it itself: it is the last that gets none
         ran = view.get("forward_calls")
@@ -71,7 +76,7 @@ class NoGradient(Detector):
         flow = view.layout.name
         return self.found(where, before.size, 0.0, message, flow, advice=advice, certain=True, cause="cut")
 
-    def _detached(self, view: FlowView, header: RunHeader, tracked: Array) -> Finding:
+    def _detached(self, view: FlowView, header: RunHeader, tracked: Array, held: Held | None) -> Finding:
         """A whole flow that ran with a graph and got no gradient, though the optimizer that steps holds its weights.
 
         A teacher whose output is detached on purpose is in no optimizer; a part that has no turn is not run.
@@ -86,9 +91,11 @@ class NoGradient(Detector):
         waiting = (trainable == 1) & np.isnan(norms) & (optimized == 1)
         if not waiting.any() or bool(np.isnan(norms).all()):
             return unseen
-        blocks = {block.partition("#")[0] for block in view.layout.blocks}
-        inside = _lie_under(blocks, trainable == 1, view.record, header)
-        if not inside.any() or not bool(waiting[inside].all()):
+        owners = [module_of(parameter_name(view.record, header, i)) for i in range(trainable.size)]
+        points = [view.point(i) for i in range(tracked.size)]
+        behind = np.isin(points, [block.partition("#")[0] for block in view.layout.blocks])
+        inside = lie_at(points, behind, owners) & (trainable == 1)
+        if not inside.any() or not bool(waiting[inside].all()) or not (held is None or held.turn[inside].all()):
             return unseen
         where = view.point(tracked.size - 1)
         message = (
@@ -100,30 +107,43 @@ class NoGradient(Detector):
             "it is meant to stay fixed, set requires_grad_(False) on it"
         )
         flow, records = view.layout.name, DETACHED_RECORDS
-        return self.found(where, inside.sum(), 0.0, message, flow, advice=advice, records=records, cause="cut")
+        severity = part(int(inside.sum()), int((trainable[optimized == 1] == 1).sum()))
+        return self.found(
+            where, inside.sum(), 0.0, message, flow, severity=severity, advice=advice, records=records, cause="cut"
+        )
 
-    def _unused(self, record: Record, header: RunHeader, trainable: Flags, norms: Array) -> Iterable[Finding]:
+    def _unused(
+        self, record: Record, header: RunHeader, trainable: Flags, norms: Array, held: Held | None
+    ) -> Iterable[Finding]:
         missing = trainable & np.isnan(norms)
         if not missing.any():
             return
-        if missing.sum() == trainable.sum():  # the gradients could not be read at all (cleared before the mark)
+        if missing.sum() == trainable.sum():  # there are none, or they were cleared before the mark (`Unreached`)
             yield self.unseen(cause="unused")
             return
-        name = parameter_name(record, header, int(np.argmax(missing)))
-        count = int(missing.sum())
-        ungraphed = self._ungraphed(record, header, missing)
+        if held is not None and held.steps.size:
+            missing &= held.held  # what no optimizer holds may be cut on purpose
+        ungraphed = self._ungraphed(record, header, missing if held is None else missing & held.turn)
         if ungraphed.any():
-            first, held = parameter_name(record, header, int(np.argmax(ungraphed))), int(ungraphed.sum())
+            first, without = parameter_name(record, header, int(np.argmax(ungraphed))), int(ungraphed.sum())
             message = (
-                f"no gradient reached {held} parameters that the optimizer holds (the first is {first}), in a part "
+                f"no gradient reached {without} parameters that the optimizer holds (the first is {first}), in a part "
                 "of the model that ran without a graph while what follows it did"
             )
             advice = (
                 "look for torch.no_grad() or .detach() around the call of that part; if it is meant to stay fixed, set "
                 "requires_grad_(False) on it"
             )
-            where, records = module_of(first), UNGRAPHED_RECORDS
-            yield self.found(where, held, 0.0, message, advice=advice, records=records, cause="ungraphed")
+            severity = part(without, int((trainable & (record.metrics["param_optimized"] == 1)).sum()))
+            yield self.found(
+                module_of(first), without, 0.0, message, severity=severity, advice=advice, records=UNGRAPHED_RECORDS,
+                cause="ungraphed",
+            )  # fmt: skip
+        if held is not None:
+            missing = missing & ~(unreached(held) & (held.waiting >= NEVER_STEPS))  # `Unreached` tells of these
+        if not missing.any():
+            return
+        name, count = parameter_name(record, header, int(np.argmax(missing))), int(missing.sum())
         message = f"{count} trainable parameters got no gradient, the first is {name}"
         advice = (
             "if the module is meant to learn, call it in forward, outside torch.no_grad() and with its result in the "
@@ -160,6 +180,7 @@ class NoGradient(Detector):
         head_frozen = others.size > 0 and bool(frozen[others[-1]])
         learns = ~frozen
         severity: Severity = "info"
+        optimized = record.metrics.get("param_optimized")
         message = f"{count} of {total} parameters are frozen, the first is {first}"
         advice = "nothing to do if they are meant to be; else requires_grad_(True)"
         if learns.any() and bool(norm[learns].all()) and head_frozen:
@@ -167,6 +188,12 @@ class NoGradient(Detector):
             severity, frozen_of = "warning", f"{count} of {total} are frozen"
             message = f"only normalisation parameters are trained: {frozen_of}, {first} to the head {head}"
             advice = "set requires_grad_(True) on what should learn (at least the head), before the optimizer is made"
+        if not learns.any() and optimized is not None and bool((optimized == 1).any()):
+            severity, message = (
+                "warning",
+                f"all {total} parameters are frozen (requires_grad is False): nothing can learn",
+            )
+            advice = "set requires_grad_(True) on what should learn, before the forward"
         where = module_of(first)
         yield self.found(where, count, total, message, severity=severity, advice=advice, cause="frozen")
 
@@ -176,6 +203,21 @@ class NoGradient(Detector):
             return np.equal(known, 1)
         names = (parameter_name(record, header, i) for i in range(trainable.size))
         return np.array([NORM_NAME.search(module_of(name)) is not None for name in names], dtype=bool)
+
+
+def _meant(view: FlowView, header: RunHeader, silent: Flags, held: Held) -> bool:
+    """Whether no optimizer misses what silent points of a flow [P] do not get.
+
+    A net is judged by the backward its own optimizer steps on: where that has no turn in this step, or found gradients
+    (of a graph that an earlier step made; of a pass that another optimizer's followed), nothing is cut from it. Nor is
+    what no optimizer holds.
+    """
+    owners = [module_of(parameter_name(view.record, header, i)) for i in range(held.gradient.size)]
+    inside = lie_at([view.point(i) for i in range(silent.size)], silent, owners)
+    inside = inside & held.trainable if bool((inside & held.trainable).any()) else held.trainable
+    if not held.steps.size or bool((inside & held.turn & ~(held.gradient > 0)).any()):
+        return False
+    return held.steps.size > 1 or bool((inside & ~held.held).any())
 
 
 def _lie_under(modules: Container[str], rows: Flags, record: Record, header: RunHeader) -> Flags:

@@ -19,6 +19,7 @@ from flowscope.errors import StopTraining
 from flowscope.faults import LOGGER, Faults
 from flowscope.hooks import compiled
 from flowscope.hooks.canary import Canary
+from flowscope.hooks.turns import Turns
 from flowscope.torch_internals import (
     accumulates_into,
     at_end_of_backward,
@@ -139,6 +140,7 @@ class Hooks:
         """The backward pass that was asked about last, and whether it is a part of a forward."""
         self.optimizers: Callable[[], Sequence[Any]] = lambda: ()
         """Those known to hold parameters of the model, in the order they step."""
+        self.turns = Turns()
         self.statistics: list[Any] = []
         """`PointStatistic`s: added up at the points of all flows, beside what flowscope itself measures there."""
         self._handles: list[Any] = []

@@ -26,6 +26,7 @@ from flowscope.instruments.outputs import Outputs
 from flowscope.instruments.parameters import Parameters
 from flowscope.instruments.point_flows import PointFlows
 from flowscope.instruments.point_statistic import PointStatistic
+from flowscope.instruments.reach import Reach
 from flowscope.instruments.recurrent import RecurrentFlow
 from flowscope.instruments.routing import Routing
 from flowscope.instruments.silent_flows import SilentFlows
@@ -48,6 +49,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Parameters,
     Wiring,
     OptimizerAge,
+    Reach,
     WeightSpread,
     MergeSites,
     KnownStreams,

@@ -1,4 +1,4 @@
-"""What one step showed of the parameters: nine numbers each, how ranks add them up, and the metrics made of them.
+"""What one step showed of the parameters: ten numbers each, how ranks add them up, and the metrics made of them.
 
 Axis letters: N parameters, R the members of `Row`.
 """
@@ -39,9 +39,11 @@ class Row(IntEnum):
     """Norm of what `.grad` held before this step's gradients arrived."""
     SAMPLED = 8
     """Root of the number of sampled entries: as the norm of as many ones it adds up like the other norms."""
+    SAME = 9
+    """Share of all entries that the step left as they were, or whether it left all: where all were looked at."""
 
 
-SHARES = [Row.UNCHANGED, Row.UNTOUCHED]
+SHARES = [Row.UNCHANGED, Row.UNTOUCHED, Row.SAME]
 """These are shares of the entries, the others are norms, whose squares add up."""
 
 
@@ -159,16 +161,17 @@ class ParameterTable:
         before clipping, where it was read or where nothing touched the gradient since. clip_ratio [1]: total gradient
         norm after over before, NaN unless all of it is known. grad_carried [1]: what was in `.grad` before the step's
         gradients, over what the step used.
+        param_still: 1 where the step left every entry, NaN where not all were looked at.
 
         Args:
             scale: what the loss was multiplied by in backward.
         """
         values, seen = self.values, self.seen
-        for row in (Row.CHANGE, Row.UNCHANGED):
+        for row in (Row.CHANGE, Row.UNCHANGED, Row.SAME):
             values[row, self.not_updated] = np.nan
             seen[row, self.not_updated] = False
         values[Row.RAW] /= scale
-        norm, gradient, change, before, _, raw, untouched, held, sampled = np.where(
+        norm, gradient, change, before, _, raw, untouched, held, sampled, same = np.where(
             seen & ~np.isfinite(values), np.inf, values
         )
         with np.errstate(all="ignore"):
@@ -190,6 +193,7 @@ class ParameterTable:
             "update_ratio": ratio,
             "update_rms": change / np.where(sampled > 0, sampled, np.nan),
             "param_unchanged": values[Row.UNCHANGED],
+            "param_still": np.where(np.isnan(same), np.nan, same == 1),
         }
 
 

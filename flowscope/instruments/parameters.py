@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flowscope.config import WatchConfig
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.carried_gradients import CarriedGradients
+from flowscope.instruments.checksums import Checksums
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
 from flowscope.instruments.raw_gradients import RawGradients, entries
@@ -88,6 +89,13 @@ class Parameters(Instrument):
             of_gradient=True,
         ),
         _parameter(
+            "param_still",
+            "1 where the step left every entry exactly as it was.",
+            healthy="0 (the metric is left out where nothing stood still)",
+            of_gradient=True,
+            drawn=False,
+        ),
+        _parameter(
             "clip_ratio",
             "Gradient norm after clipping over before. 1: not clipped.",
             formula="sqrt(sum param_grad_norm²) / sqrt(sum param_grad_norm_raw²)",
@@ -118,6 +126,7 @@ class Parameters(Instrument):
         self._norms: dict[int, Number] = {}
         self._gradients: dict[int, Number] = {}
         self._updates: dict[int, tuple[Number, Number, Number]] = {}
+        self._checksums, self._same = Checksums(), dict[int, Number]()
 
     @classmethod
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
@@ -148,6 +157,7 @@ class Parameters(Instrument):
         live = self._live()
         self._stepping = live if updating else None
         self._norms = self._samples.take_before(live)
+        self._checksums.take_before(live)
         large = [i for i in live if i not in self._norms]
         self._norms.update(zip(large, norms([live[i] for i in large]), strict=True))
 
@@ -185,7 +195,8 @@ class Parameters(Instrument):
         """Compare the samples with the weights as they are now: the change per tensor."""
         held = self._stepping
         same = held is not None and all(type(p) is nn.Parameter for p in held.values())
-        self._updates = self._samples.changes(held if held is not None and same else self._live())
+        now = held if held is not None and same else self._live()
+        self._updates, self._same = self._samples.changes(now), self._checksums.same(now)
 
     def take(self) -> Taken:
         """The numbers that are still on devices, and the loss scale."""
@@ -201,6 +212,7 @@ class Parameters(Instrument):
             Row.UNTOUCHED: self._raw.untouched,
             Row.CARRIED: self._carried.norms,
             Row.SAMPLED: self._samples.roots(self._updates),
+            Row.SAME: self._same | {i: unchanged[i] for i in self._samples.whole if i in unchanged},
         }
         table = ParameterTable(len(self._parameters.names), found)
         scale = self._raw.scale
@@ -231,7 +243,7 @@ class Parameters(Instrument):
 
     def _forget(self) -> None:
         self._stepping = None
-        self._norms, self._gradients, self._updates = {}, {}, {}
+        self._norms, self._gradients, self._updates, self._same = {}, {}, {}, {}
         self._raw.drop()
         self._carried.drop()
 
@@ -254,6 +266,10 @@ class Parameters(Instrument):
         if late := self._parameters.added:
             out.note(f"came after watch, so their activations are not watched: {few(late)}")
         metrics = table.metrics(float(scale[0]))
+        unmoved = np.flatnonzero(metrics["param_unchanged"] == 1)
+        self._checksums.doubt({*unmoved.tolist()}.difference(self._samples.whole) if unmoved.size else ())
+        if not (metrics["param_still"] == 1).any():
+            del metrics["param_still"]
         self._raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
         if scale[0] != 1:
             metrics["gradient_scale"] = scale

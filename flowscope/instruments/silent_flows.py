@@ -30,6 +30,9 @@ class SilentFlows(Instrument):
 
     def _read(self, out: RecordBuilder, parts: list[Array]) -> None:
         names, norms = out.entries("param_grad_norm")
+        holder, turns = out.entries("param_optimizer")[1], out.entries("optimizer_turns")[1]
+        if len(holder) == len(norms):  # without a turn a parameter still has the gradient of an earlier step
+            norms = np.where(np.isin(holder, np.flatnonzero(turns > 0)), norms, np.nan)
         for at, layout in enumerate(out.layouts):
             paths, flow = self._paths.get(layout.name, ()), layout.name if at else None
             if not _seen(out, flow) and compiled.got_gradient(paths, names, norms):

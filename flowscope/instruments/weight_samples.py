@@ -114,6 +114,11 @@ class WeightSamples:
             return found[0]
         return {i: root for roots in found for i, root in roots.items() if i in changes}
 
+    @property
+    def whole(self) -> list[int]:
+        """The numbers of the tensors of which every entry is looked at."""
+        return [i for plan in self._plans.values() for i in plan.exact]
+
     def drop(self) -> None:
         """Forget the copies."""
         for plan in self._plans.values():

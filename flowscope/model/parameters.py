@@ -46,6 +46,14 @@ class ParameterList:
         """One of them."""
         return self._holders[number].get(self._keys[number])
 
+    def holder(self, number: int) -> nn.Module:
+        """The module that owns one of them."""
+        return self._places[number][0]
+
+    def path(self, number: int) -> str:
+        """That module's path."""
+        return self._paths[number][0]
+
     def follow(self) -> list[Tensor | None]:
         """The same, found again where modules were replaced."""
         if self._tree.follow() != self._reads or self._lazy:

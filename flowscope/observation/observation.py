@@ -133,6 +133,7 @@ class Observation:
         if self.switch.sampling or sampling:
             self.drop()
         self.switch.sampling, self.switch.slow = sampling, slow
+        self.hooks.turns.now.clear()
         if sampling:
             self._tell("begin_step")
         self.passes.begin_step(sampling=sampling)

@@ -31,10 +31,12 @@ class StepCount:
     Attributes:
         step: the number, from 0.
         samples: how many steps were sampled.
+        ended: whether any step has ended.
     """
 
     def __init__(self, schedule: Schedule, slow_every: int, faults: Faults) -> None:
         self.step = self.samples = 0
+        self.ended = False
         self._schedule, self._slow_every, self._faults = schedule, slow_every, faults
 
     def sampling(self) -> bool:
@@ -178,7 +180,7 @@ class StepDriver:
 
     def _end(self, *flags: str) -> None:
         found_inf, self._found_inf = self._found_inf, []
-        snapshot = None
+        snapshot, self._count.ended = None, True
         if self._machine.observing:
             self._count.samples += 1
             snapshot = self._guard("records", self.observation.snapshot)

@@ -93,7 +93,7 @@ class OptimizerClock:
     """
 
     def __init__(self, own: OwnOptimizers, tell: Tell, hooks: Hooks) -> None:
-        self._own, self._tell = own, tell
+        self._own, self._tell, self._turns = own, tell, hooks.turns
         self._joining: Optimizer | None = None
         """Its step belongs to the training step that has just ended, and is no event."""
         self._stepping: Optimizer | None = None
@@ -122,6 +122,7 @@ class OptimizerClock:
             self._nested = 0  # the call before this one did not end: it raised
             self._tell(Event.FAILED, optimizer)
         self._stepping = optimizer
+        self._turns.begins(optimizer)
         if self._inside is not None and self._inside[0] != backward_under_way() and not in_reentrant_checkpoint():
             self._inside = None  # that backward did not end: it raised
             self._tell(Event.FAILED, optimizer)
@@ -130,12 +131,14 @@ class OptimizerClock:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):
+            self._turns.foreign += 1
             self._tell(Event.FOREIGN, optimizer)
             return
         if self._stepping is optimizer and self._nested:
             self._nested -= 1
             return
         self._stepping = None
+        self._turns.ended(optimizer)
         if optimizer is self._joining:
             self._joining = None
             return

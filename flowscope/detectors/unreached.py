@@ -1,0 +1,183 @@
+"""`no_gradient` where an optimizer looks for one: in all it holds, or in parameters that never had any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowscope.detectors.detector import WIRING, Array, Detector, Finding, Flags, said
+from flowscope.detectors.gradients import gradient_flows
+from flowscope.detectors.held import BACKWARDS, LEAF_LOSS, LEFT, Held, held_in
+from flowscope.detectors.rows import module_of, parameter_name
+from flowscope.records import Record, RunHeader, Severity
+
+NONE_RECORDS = 3
+"""Nothing at all had a gradient: single steps without one are made to begin a scheduler."""
+NEVER_STEPS = 10
+"""So many steps of its own optimizer found no gradient in a parameter (a delayed actor's optimizer waits with it)."""
+TURNS = 10
+"""Where parameters of one optimizer take turns, one waits so many times as long for its first."""
+
+LOST = "put zero_grad() before backward() or behind optimizer.step(), and look for p.grad = None between the two"
+CAUSES = {
+    "lost": ("backward left gradients, and the optimizer found none: they were cleared in between", LOST),
+    "zero": (
+        "every gradient the optimizer found is exactly 0",
+        "look at the loss: a constant, a mask over everything, or, in 16 bits, gradients below their smallest number "
+        "(scale the loss with torch.amp.GradScaler)",
+    ),
+    "backward": (
+        "no backward pass ran between the forward and optimizer.step()",
+        "call loss.backward() before optimizer.step()",
+    ),
+    "leaf": (
+        "the loss is a new leaf tensor (requires_grad set by hand, or torch.tensor(...)), which no path joins to the "
+        "model",
+        "compute the loss from the model's output by differentiable operations, without .item(), .detach(), .numpy() "
+        "and torch.tensor()",
+    ),
+    "graph": (
+        "the model runs without a graph (or not at all), so that its output has no gradient to pass on",
+        "take the forward out of torch.no_grad(), torch.inference_mode() or @torch.no_grad, and look for .detach() and "
+        "requires_grad_(False)",
+    ),
+    "path": (
+        "a backward pass ran or may have, and the loss has no path to any of the parameters",
+        "compute the loss from this model's output, without .detach(), .item(), .data, argmax or a new tensor made "
+        "from numbers",
+    ),
+}
+
+
+class Unreached(Detector):
+    """No gradient in anything the optimizers hold (error); in some of it, ever (warning, beyond half an error)."""
+
+    kind, level = "no_gradient", WIRING
+    yields_to = frozenset({"no_gradient", "dead_units", "stale_parameters"})
+    shown_by = ("backward_calls", "param_grad_norm")
+    # whether there ever was a gradient, who had one, whether they take turns, and who only ever had exact zeros
+    begins_with: ClassVar[dict[str, Any]] = {"alive": False, "had": None, "turns": False, "zero": None}
+
+    @property
+    def name(self) -> str:
+        """Beside the detector of cuts."""
+        return "unreached"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding where nothing has a gradient; else one for what waits, one for what only decays."""
+        held = held_in(record)
+        members = np.zeros(0, dtype=bool) if held is None else _looked_at(held)
+        if held is None or not members.any():
+            yield from (self.unseen(cause=cause) for cause in ("none", "never", "decay"))
+            return
+        if not bool((held.gradient[members] > 0).any()):
+            yield from said(self._none(held, members, record, header))
+            yield from (self.unseen(cause=cause) for cause in ("never", "decay"))
+            return
+        self.state["alive"] = True
+        self._learn(held)
+        yield from said(self._never(held, record, header), self._decays(held, record, header))
+
+    def _none(self, held: Held, members: Flags, record: Record, header: RunHeader) -> Finding | None:
+        cause = _cause(held, members, record, header)
+        if cause == "zero" and self.state["alive"]:
+            return None  # a loss that has nothing left to teach
+        first, count = parameter_name(record, header, int(np.argmax(members))), int(members.sum())
+        told, advice = CAUSES[cause]
+        message = f"none of the {count} parameters that should learn has a gradient (the first is {first}): {told}"
+        return self.found("", count, 0.0, message, severity="error", advice=advice, records=NONE_RECORDS, cause="none")
+
+    def _learn(self, held: Held) -> None:
+        """Who had a gradient, and who of them has none now though the optimizer stepped."""
+        had, now = _like(self.state["had"], held.turn, 0.0) == 1, ~np.isnan(held.gradient)
+        self.state["turns"] = self.state["turns"] or bool((had & held.turn & ~now).any())
+        self.state["had"] = (had | (held.turn & now)).astype(float)
+        zero = _like(self.state["zero"], held.turn, 0.0)
+        counted = np.where(held.turn & (held.gradient == 0) & (zero >= 0), zero + 1, zero)
+        self.state["zero"] = np.where(held.gradient > 0, -1.0, counted)
+
+    def _never(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
+        limit = NEVER_STEPS * (TURNS if self.state["turns"] else 1)
+        never = unreached(held) & (held.waiting >= limit)
+        if not never.any():
+            return None
+        first, count = parameter_name(record, header, int(np.argmax(never))), int(never.sum())
+        total, steps = int(held.held.sum()), int(held.waiting[never].min())
+        message = (
+            f"{count} of the {total} parameters that the optimizer holds had no gradient in any of its {steps} steps "
+            f"so far, the first is {first}"
+        )
+        advice = (
+            f"look for .detach(), .data, torch.no_grad() or a rounding behind {module_of(first) or first}, or put its "
+            "result into the loss; if it is meant to stay fixed, set requires_grad_(False) on it"
+        )
+        if bool(held.lost[never].any()):
+            message, advice = f"{message}: what backward left there was gone when the optimizer stepped", LOST
+        return self.found(
+            module_of(first) or first,
+            count,
+            total,
+            message,
+            severity=part(count, total),
+            advice=advice,
+            records=1,
+            cause="never",
+        )
+
+    def _decays(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
+        ratio, zero = record.metrics.get("update_ratio"), self.state["zero"]
+        if ratio is None or ratio.shape != zero.shape:
+            return self.unseen(cause="decay")
+        alone = held.turn & (zero >= NEVER_STEPS) & (ratio > 0) & ~held.still
+        if not alone.any():
+            return None
+        first, count = parameter_name(record, header, int(np.argmax(alone))), int(alone.sum())
+        message = (
+            f"{count} of {int(held.held.sum())} parameters have had a gradient of exactly 0 since the start and are "
+            f"moved by weight decay alone, the first is {first}"
+        )
+        advice = (
+            f"put the result of {module_of(first) or first} into the loss, or take it out of the optimizer until it "
+            "learns: decay shrinks it towards 0"
+        )
+        return self.found(module_of(first) or first, count, 0.0, message, advice=advice, records=1, cause="decay")
+
+
+def unreached(held: Held) -> Flags:
+    """What an optimizer holds, never had a gradient, and is not known to have never run."""
+    return held.held & np.greater(held.waiting, 0) & np.not_equal(held.called, 0)
+
+
+def part(count: int, total: int) -> Severity:
+    """How severe it is that so many of what the optimizers hold learn nothing."""
+    return "error" if 2 * count > total else "warning"
+
+
+def _looked_at(held: Held) -> Flags:
+    """The parameters in which a gradient was looked for; without an optimizer, those that nothing changed."""
+    if held.steps.size:
+        return held.turn
+    unmoved: Flags = held.trainable & bool(held.still[held.trainable].all())
+    return unmoved
+
+
+def _cause(held: Held, members: Flags, record: Record, header: RunHeader) -> str:
+    if bool(held.lost[members].any()):
+        return "lost"
+    if bool((held.gradient[members] == 0).any()):
+        return "zero"
+    if held.facts[LEFT] == 1:
+        return "lost"
+    if held.facts[BACKWARDS] == 0:
+        return "backward"
+    if held.facts[LEAF_LOSS] == 1:
+        return "leaf"
+    calls = [view.get("tracked_calls") for view in gradient_flows(record, header)]
+    seen = [tracked for tracked in calls if tracked is not None]
+    return "graph" if seen and not any(bool((tracked > 0).any()) for tracked in seen) else "path"
+
+
+def _like(values: Array | None, flags: Flags, otherwise: float) -> Array:
+    return values if values is not None and values.shape == flags.shape else np.full(flags.shape, otherwise)

@@ -1,0 +1,42 @@
+"""How often optimizers have stepped: the clock of the steps tells it on every step, instruments ask."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+Heard = Callable[[Any, bool], object]
+
+
+class Turns:
+    """The steps of the model's optimizers since it is watched.
+
+    Attributes:
+        now: how often each optimizer, by its id, has stepped in the training step under way.
+        foreign: how many steps optimizers have made that hold none of the model's parameters.
+        leaf_loss: whether the loss given last was a leaf that asks for a gradient: it was made of numbers.
+        heard: called with the optimizer when one begins a step (True) and when it has ended one (False).
+    """
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.now: Counter[int] = Counter()
+        self.foreign = 0
+        self.leaf_loss = False
+        self.heard: Heard = lambda optimizer, begins: None
+
+    def of(self, optimizer: Any) -> int:
+        """How many steps it has made or begun."""
+        return self._steps.get(optimizer, 0)
+
+    def begins(self, optimizer: Any) -> None:
+        """One of the model's optimizers is about to step."""
+        self._steps[optimizer] = self.of(optimizer) + 1
+        self.now[id(optimizer)] += 1
+        self.heard(optimizer, True)
+
+    def ended(self, optimizer: Any) -> None:
+        """It has stepped: one that was given a closure finds its gradients only now."""
+        self.heard(optimizer, False)

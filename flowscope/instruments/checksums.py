@@ -1,0 +1,45 @@
+"""Whether a large tensor is exactly what it was before a step: its bits as integers, added up.
+
+Its sampled entries tell most often. Only where none of them moved (an embedding of which a batch uses few rows, or a
+parameter that nothing changes) is the whole tensor read from the next sampled step on, twice a step: as much as two
+norms of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from flowscope.sums.vector_norms import Number, numbers
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Checksums:
+    """The sums of those tensors, by number, that are in doubt."""
+
+    def __init__(self) -> None:
+        self._doubtful: set[int] = set()
+        self._before: dict[int, Tensor] = {}
+
+    def doubt(self, which: Iterable[int]) -> None:
+        """Look at all entries of these from now on, and of no others."""
+        self._doubtful = set(which)
+
+    def take_before(self, tensors: Mapping[int, Tensor]) -> None:
+        """The sums before the step."""
+        self._before = {i: checksum(tensors[i]) for i in self._doubtful if i in tensors}
+
+    def same(self, tensors: Mapping[int, Tensor]) -> dict[int, Number]:
+        """1 for each tensor whose sum is what it was, else 0."""
+        before, self._before = self._before, {}
+        same = {i: (checksum(tensors[i]) == total).float() for i, total in before.items() if i in tensors}
+        return {i: number for i, equal in same.items() for number in numbers([equal])}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's entries, read as integers of their size: every change of one entry changes it."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_BITS[real.element_size()]).sum(dtype=torch.int64)

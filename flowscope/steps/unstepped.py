@@ -1,0 +1,60 @@
+"""What is said of a loop in which no step ends, so that no record can come: with the first calls, and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from flowscope.faults import LOGGER
+from flowscope.hooks.turns import Turns
+from flowscope.steps.optimizers import OwnOptimizers
+
+CALLS = 3
+"""So many calls of `scope.step` without a step of the optimizer are told of."""
+ACCUMULATED = 64
+"""While gradients of one call grow on in the next, micro-batches are accumulated: so many may be."""
+
+
+class Unstepped:
+    """Counts the calls of `scope.step` until a step has ended.
+
+    Args:
+        own: the optimizers of the model.
+        turns: how often others have stepped.
+        some: a few of the model's parameters.
+    """
+
+    def __init__(self, own: OwnOptimizers, turns: Turns, some: Callable[[], Iterable[Tensor | None]]) -> None:
+        self._calls, self._version = 0, -1
+        self._some = some
+        self.reason: Callable[[], str] = lambda: _reason(
+            [type(optimizer).__name__ for optimizer in own.known], turns.foreign
+        )
+        """Why no step has ended."""
+
+    def called(self) -> None:
+        """`scope.step` was called, and no step had ended."""
+        self._calls += 1
+        # accumulation adds to a gradient in place; one that was cleared begins again
+        versions = [p.grad._version for p in self._some() if p is not None and p.grad is not None]
+        grew, self._version = sum(versions) > self._version >= 0, sum(versions) if versions else -1
+        if self._calls == (ACCUMULATED if grew else CALLS):
+            LOGGER.warning("flowscope: no record after %d calls of scope.step: %s", self._calls, self.reason())
+
+    def close(self, *, forwards: int, ended: bool) -> None:
+        """The scope is closed after so many training forwards; nothing of the training is kept alive."""
+        told = self.reason()
+        self._some, self.reason = tuple, lambda: told
+        if not ended and (self._calls or forwards):
+            LOGGER.warning("flowscope: closed without a record: %s", told)
+
+
+def _reason(known: list[str], foreign: int) -> str:
+    if not known:
+        return "no optimizer of this model has stepped and scope.step() was not called, so that no step has ended"
+    others = f", while another optimizer made {foreign} steps" if foreign else ""
+    return (
+        f"the optimizer given to watch ({', '.join(known)}) has not stepped{others}, and nothing is recorded until it "
+        "does: is optimizer.step() called, with its parentheses?"
+    )
