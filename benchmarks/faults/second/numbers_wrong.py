@@ -640,7 +640,7 @@ PROGRAMS = [
         "deep_post_norm",
         "twelve Post-LN layers at a high rate without warm-up",
         deep_post_norm,
-        bar=0.65,
+        bar=0.55,
         low=0.4,
         fault="Post-LN too deep for its rate: tokens become one, the gradient is lost",
         kinds=frozenset(

@@ -437,7 +437,7 @@ PROGRAMS = [
         "wide-and-deep tables: zero_grad after backward, before step",
         zeroed_before_step,
         bar=0.8,
-        low=0.1,
+        low=0.3,
         fault="the optimizer never sees a gradient",
         kinds=STILL | {"no_gradient"},
     ),
