@@ -245,6 +245,7 @@ def recorded() -> set[str]:
 def waiting() -> set[str]:
     """The metric names of a step in which two optimizers find no gradient and change nothing."""
     model = mlp()
+    model.hidden = [torch.nn.Linear(2, 2)]
     first, *others = model.parameters()
     optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
     with flowscope.watch(model, optimizers, config={"console": "off"}) as scope:

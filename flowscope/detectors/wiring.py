@@ -10,7 +10,7 @@ import numpy as np
 from flowscope.detectors.detector import WIRING, Array, Detector, Finding, Flags, said
 from flowscope.detectors.gradients import gradient_flows
 from flowscope.detectors.held import Held, held_in
-from flowscope.detectors.rows import FlowView, ancestors, lie_at, module_of, parameter_name
+from flowscope.detectors.rows import FlowView, ancestors, label_of, lie_at, module_of, parameter_name
 from flowscope.detectors.unreached import NEVER_STEPS, part, unreached
 from flowscope.records import Record, RunHeader, Severity
 
@@ -241,7 +241,8 @@ class ParametersNotOptimized(Detector):
     )
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding that names the first and the count."""
+        """One finding for parameters, two for trainable tensors that no module has registered."""
+        yield from self._unregistered(record, header)
         arrays = [record.metrics.get(name) for name in ("param_trainable", "param_grad_norm", "param_optimized")]
         trainable, norms, optimized = arrays
         if trainable is None or norms is None or optimized is None or bool(np.isnan(optimized).all()):
@@ -256,3 +257,34 @@ class ParametersNotOptimized(Detector):
             f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}"
         )
         yield self.found(module_of(name), count, 0.0, message)
+
+    def _unregistered(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """What plain lists, dicts and attributes hold: an info, and a warning once it has a gradient that is lost."""
+        missed = record.metrics.get("unregistered")
+        if missed is None or missed.size == 0:
+            return
+        first, count = label_of(record, header, "unregistered", 0, "tensor"), missed.size
+        message = (
+            f"{count} trainable tensors are in plain lists, dicts or attributes and not registered with the model, the "
+            f"first is {first}: model.parameters(), .to() and state_dict() miss them"
+        )
+        advice = "hold modules in nn.ModuleList or nn.ModuleDict, tensors in nn.Parameter or nn.ParameterList"
+        yield self.found(
+            first.partition("[")[0],
+            count,
+            0.0,
+            message,
+            severity="info",
+            advice=advice,
+            immediate=True,
+            cause="unregistered",
+        )
+        lost = missed == 1
+        if lost.any():
+            first, count = label_of(record, header, "unregistered", int(np.argmax(lost)), "tensor"), int(lost.sum())
+            message = (
+                f"{count} trainable tensors that are not registered with the model have a gradient and are in no "
+                f"optimizer, the first is {first}: they never change"
+            )
+            advice = f"{advice}, before the optimizer is made from model.parameters()"
+            yield self.found(first.partition("[")[0], count, 0.0, message, advice=advice, cause="unregistered gradient")

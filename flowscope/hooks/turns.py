@@ -16,6 +16,7 @@ class Turns:
     Attributes:
         now: how often each optimizer, by its id, has stepped in the training step under way.
         foreign: how many steps optimizers have made that hold none of the model's parameters.
+        others: those optimizers.
         leaf_loss: whether the loss given last was a leaf that asks for a gradient: it was made of numbers.
         heard: called with the optimizer when one begins a step (True) and when it has ended one (False).
     """
@@ -24,12 +25,18 @@ class Turns:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.now: Counter[int] = Counter()
         self.foreign = 0
+        self.others: weakref.WeakSet[Any] = weakref.WeakSet()
         self.leaf_loss = False
         self.heard: Heard = lambda optimizer, begins: None
 
     def of(self, optimizer: Any) -> int:
         """How many steps it has made or begun."""
         return self._steps.get(optimizer, 0)
+
+    def of_others(self, optimizer: Any) -> None:
+        """An optimizer that holds none of the model's parameters has stepped."""
+        self.foreign += 1
+        self.others.add(optimizer)
 
     def begins(self, optimizer: Any) -> None:
         """One of the model's optimizers is about to step."""

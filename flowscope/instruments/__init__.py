@@ -33,6 +33,7 @@ from flowscope.instruments.silent_flows import SilentFlows
 from flowscope.instruments.solvers import Solvers
 from flowscope.instruments.streams import KnownStreams
 from flowscope.instruments.units import Units
+from flowscope.instruments.unregistered import Unregistered
 from flowscope.instruments.weight_spread import WeightSpread
 from flowscope.instruments.wiring import Wiring
 from flowscope.metrics import Metric
@@ -50,6 +51,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Wiring,
     OptimizerAge,
     Reach,
+    Unregistered,
     WeightSpread,
     MergeSites,
     KnownStreams,

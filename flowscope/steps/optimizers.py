@@ -131,7 +131,7 @@ class OptimizerClock:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):
-            self._turns.foreign += 1
+            self._turns.of_others(optimizer)
             self._tell(Event.FOREIGN, optimizer)
             return
         if self._stepping is optimizer and self._nested:
