@@ -479,7 +479,7 @@ def gradual_unfreezing(seed: int, faulty: bool, watch: Watch) -> float:
 
 PROGRAMS = [
     Program("resnet_cosine", "kuangliu/pytorch-cifar: ResNet, Nesterov SGD 0.1, cosine to 0", resnet, bar=0.93),
-    Program("convnext_ema", "facebookresearch/ConvNeXt: layer scale 1e-6, warm-up from 0, EMA", convnext, bar=0.9),
+    Program("convnext_ema", "facebookresearch/ConvNeXt: layer scale 1e-6, warm-up from 0, EMA", convnext, bar=0.85),
     Program("vit_mixup_drop_path", "timm: ViT, mixup, drop path, one cycle", vit_mixup, bar=0.8),
     Program(
         "unet_empty_masks", "milesial/Pytorch-UNet with deep supervision; most masks empty", unet_empty_masks, bar=0.55

@@ -250,5 +250,5 @@ PROGRAMS = [
         bar=0.9,
     ),
     Program("lipschitz", "spectral and weight norm, sign-SGD", lipschitz, bar=-0.05),
-    Program("scaled_mixer", "MLP-Mixer, float16 autocast, GradScaler, Adafactor", scaled_mixer, bar=0.85),
+    Program("scaled_mixer", "MLP-Mixer, float16 autocast, GradScaler, Adafactor", scaled_mixer, bar=0.75),
 ]
