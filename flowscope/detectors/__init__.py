@@ -27,7 +27,7 @@ from flowscope.detectors.collapse import ConstantOutput, RankCollapse, Represent
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
-from flowscope.detectors.gradients import ExplodingGradient, VanishingGradient
+from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossSpike
@@ -72,6 +72,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     AttentionLogits,
     ActivationHeadroom,
     VanishingGradient,
+    StarvedPlayer,
     ExplodingGradient,
     UpdateTooLarge,
     StaleMoment,

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowscope.detectors.collapse import common_mode_grew, learn_start, sample_distance, samples_alike
-from flowscope.detectors.detector import Array, Detector, Finding, said
-from flowscope.detectors.rows import FlowView, each_flow
+from flowscope.detectors.detector import ANY_FLOW, Array, Detector, Finding, said
+from flowscope.detectors.losses import losses_of
+from flowscope.detectors.rows import FlowView, each_flow, labels_of
 from flowscope.records import FlowLayout, Record, RunHeader, Severity
 
 ZERO_RECORDS = 3
@@ -28,6 +29,14 @@ DRIFT_CEILING = 30.0
 """A fall counts as drift only below this many times the absolute limit."""
 GATED = ("LSTM", "GRU")
 """Cells that learn how far they look back: untrained ones forget half of it each step, and train nevertheless."""
+ENDING = ("chain", "network")
+"""Kinds of flows that end in the model's answer."""
+LOSSES = 10
+"""So many of the first losses, and of the last, tell whether a run makes progress."""
+FELL = 0.05
+"""It does where they fell by this share."""
+END_RECORDS = 5
+"""What the end of a chain does to the gradient counts on so many records without progress."""
 CERTAIN = 100.0
 """Beyond the limit by this factor there is nothing to wait for."""
 
@@ -105,11 +114,26 @@ class VanishingGradient(Detector):
     yields_to = frozenset({"no_gradient", "symmetry"})
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
     shown_by, extreme = ("gradient_product", "gain"), "least"
-    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}, "common": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}, "common": {}, "losses": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
+        self._learn_loss(record)
         return said(*(self._found(view) for view in gradient_flows(record, header)))
+
+    def _learn_loss(self, record: Record) -> None:
+        kept, losses = self.state["losses"], losses_of(record).tolist()
+        kept["first"] = [*kept.get("first", ()), *losses][:LOSSES]
+        kept["last"] = [*kept.get("last", ()), *losses][-LOSSES:]
+        kept["count"] = min(kept.get("count", 0) + len(losses), 2 * LOSSES)
+
+    def _progress(self) -> bool | None:
+        """Whether the loss has fallen since the first, or may have by so few; None where none was given."""
+        first, last = (self.state["losses"].get(end, ()) for end in ("first", "last"))
+        if len(first) == 0:
+            return None
+        few = self.state["losses"]["count"] < 2 * LOSSES
+        return few or float(np.mean(last)) < (1 - FELL) * float(np.mean(first))
 
     def _found(self, view: FlowView) -> Finding | None:
         name, product = view.layout.name, product_of(view)
@@ -165,14 +189,30 @@ class VanishingGradient(Detector):
         if fall[low] > 2:
             limits = "" if told else f", limit {config.drift:.3g} times"
             told.append(f"{fall[low]:.3g} times less than at its best{limits}")
-        block = view.block(where)
+        block, severity = view.block(where), _severity(layout)
+        if patience is None and self._end_alone(layout, product, fall):
+            progress = self._progress()
+            if progress:
+                return self.near(True, layout.name)
+            severity, patience = "info" if progress is None else severity, END_RECORDS
         message = (
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
             f"({'; '.join(told)}); {block} passes {_gain(product, where):.2g} of it on"
         )
         finding = self.found(block, product[low], limit, message, layout.name, advice=advice_for(view, ADVICE))
         immediate = certain and patience is None
-        return replace(finding, severity=_severity(layout), immediate=immediate, records=patience)
+        return replace(finding, severity=severity, immediate=immediate, records=patience)
+
+    def _end_alone(self, layout: FlowLayout, product: Array, fall: Array) -> bool:
+        """Whether all that is lost is lost in the last block, whose end is no hidden state but the model's answer.
+
+        A last nonlinearity (probabilities) or a small head changes the gradient's size for all that lies before it
+        alike; an optimizer that scales each step by it does not notice.
+        """
+        if layout.kind not in ENDING or product.size < 3 or not product[-2] > 0:
+            return False
+        inner, fell = product[:-1] / product[-2], fall[:-1] / max(float(fall[-2]), 1.0)
+        return bool((inner >= self.config.ordered_product).all() and (fell <= self.config.drift).all())
 
     def _ordered(self, view: FlowView, product: Array) -> Finding | None:
         """A low product beside samples that end in one vector: neither direction carries anything (ordered phase).
@@ -266,6 +306,53 @@ class ExplodingGradient(Detector):
         block, name, advice = view.block(where), view.layout.name, advice_for(view, EXPLODING_ADVICE)
         certain = bool(value > CERTAIN * limit)
         return self.found(block, value, limit, message, name, severity="error", advice=advice, immediate=certain)
+
+
+class StarvedPlayer(Detector):
+    """A net that is trained through another (a generator through its critic) gets a hundredth of its first gradients.
+
+    The other net has won: what it answers no longer depends on what it is shown.
+    """
+
+    kind = VanishingGradient.kind
+    shown_by, extreme = VanishingGradient.shown_by, VanishingGradient.extreme
+    advice = (
+        "let the loss not saturate where the critic is sure (-log D(G(z)) instead of log(1 - D(G(z)))), and give the "
+        "critic a lower rate or fewer steps"
+    )
+    begins_with: ClassVar[dict[str, Any]] = {"first": {}}
+
+    @property
+    def name(self) -> str:
+        """Apart from the rule on the gradient product."""
+        return "starved_player"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a net."""
+        norms, through = record.metrics.get("param_grad_norm"), record.metrics.get("trained_through")
+        if norms is None or through is None or "other_losses" not in record.metrics:
+            yield self.unseen(ANY_FLOW)
+            return
+        names = labels_of(record, header, "param_grad_norm")
+        for path in record.metric_labels.get("trained_through", ()):
+            rows = [row for row, name in enumerate(names) if name.startswith(f"{path}.") and norms[row] >= 0]
+            if rows:
+                yield from said(self._judge(path, float(np.sqrt(np.square(norms[rows]).sum()))))
+
+    def _judge(self, path: str, norm: float) -> Finding | None:
+        first = self.state["first"].get(path, np.zeros(0))
+        if first.size < self.config.baseline_records:
+            self.state["first"][path] = np.append(first, norm)
+            return None
+        start = median(first.tolist())
+        limit = start / self.config.drift
+        if norm >= limit:
+            return self.near(norm < limit * self.config.release_factor, cause=path)
+        message = (
+            f"the gradient of {path}, which reaches it through another net only, has fallen from {start:.2g} to "
+            f"{norm:.2g} (limit {limit:.2g}): that net has won and teaches nothing"
+        )
+        return self.found(path, norm, limit, message, cause=path, records=self.config.baseline_records)
 
 
 def _severity(layout: FlowLayout) -> Severity:

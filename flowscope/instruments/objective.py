@@ -20,6 +20,7 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import floating_tensors, is_compiling
+from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
 from flowscope.torch_internals import axis_of, backward_under_way, begun_from, output_shape, sequence_number
@@ -94,12 +95,22 @@ class Objective(Instrument):
             rows="model",
             drawn=False,
         ),
+        Metric(
+            "trained_through",
+            "1 for a net whose loss reaches it through another net only, as a generator's does through its critic.",
+            bounds=(0.0, 1.0),
+            rows="modules",
+            drawn=False,
+        ),
     )
 
     def __init__(self) -> None:
         self._ends: dict[int, int] = {}
         self._seen: ObjectiveGraph | None = None
         self._pass = -1
+        self._direct: frozenset[int] = frozenset()
+        """The outputs that the loss of the pass under way is made of."""
+        self._through: set[str] = set()
         self._updated = self._arrived_here = self._rivals = self._foreign = self._inside = False
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
@@ -107,8 +118,8 @@ class Objective(Instrument):
         self._switch, self._hooks = hooks.switch, hooks
         hooks.before(view.model, self.fuse, self._enter, hooks.switch)
         hooks.after(view.model, self.fuse, self._leave, hooks.switch, always=True)
-        for part in parts_of(view.model):
-            hooks.after(part, self.fuse, self._after, hooks.switch)
+        for path, part in parts_of(view.model):
+            hooks.after(part, self.fuse, partial(self._after, display_path(path)), hooks.switch)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del module, args, kwargs
@@ -116,29 +127,39 @@ class Objective(Instrument):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside = False
-        self._after(module, args, kwargs, output)
+        self._after("", module, args, kwargs, output)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_compiling() or self._inside or self._switch.paused:
             return
         x = next((x for x in floating_tensors(output) if x.grad_fn is not None), None)
         if x is not None and (number := sequence_number(x.grad_fn)) < UNCOUNTED:
             # numbers, not nodes: a forward without backward must not live longer
             self._ends[number] = int(x.shape[-1]) if x.dim() > 1 else 1
-            self._hooks.on_gradient(x, self.fuse, self._arrived, "objective")
+            self._hooks.on_gradient(x, self.fuse, partial(self._arrived, path, number), "objective")
 
-    def _arrived(self, gradient: Tensor) -> None:
+    def _arrived(self, path: str, number: int, gradient: Tensor) -> None:
         del gradient
-        if self._switch.paused or self._pass == (under_way := backward_under_way()):
+        if self._switch.paused:
             return
-        self._pass = under_way
+        if self._pass != (under_way := backward_under_way()):
+            self._pass, self._direct = under_way, frozenset()
+            self._begins()
+        if path and self._direct and number not in self._direct:
+            self._through.add(path)
+
+    def _begins(self) -> None:
+        """A backward pass has arrived at the first output."""
         roots = [root.grad_fn for root in begun_from() if root.grad_fn is not None]
         if not roots:
             return
+        second = self._updated and not self._switch.in_closure
         self._arrived_here = True
-        self._rivals |= self._updated and not self._switch.in_closure
-        if self._seen is None and len(roots) == 1:
-            self._seen = read_graph(roots[0], self._ends)
+        self._rivals |= second
+        if len(roots) == 1 and (second or self._seen is None):
+            graph = read_graph(roots[0], self._ends)
+            self._direct = graph.ends
+            self._seen = self._seen or graph
 
     def before_update(self, *, updating: bool) -> None:
         """A loss that comes after this in the same step is another player's."""
@@ -147,7 +168,7 @@ class Objective(Instrument):
 
     def take(self) -> Taken:
         """No tensors: what the graph said."""
-        told = partial(self._read, self._seen, self._rivals or self._foreign)
+        told = partial(self._read, self._seen, self._rivals or self._foreign, sorted(self._through))
         self._foreign = False
         self._forget()
         return Taken(self.name, [], told)
@@ -162,12 +183,16 @@ class Objective(Instrument):
         self._seen = None
 
     def _forget(self) -> None:
-        self._ends, self._seen = {}, None
+        self._ends, self._seen, self._through = {}, None, set()
         self._updated = self._arrived_here = self._rivals = False
 
     @staticmethod
-    def _read(graph: ObjectiveGraph | None, rivals: bool, out: RecordBuilder, parts: list[Array]) -> None:
+    def _read(
+        graph: ObjectiveGraph | None, rivals: bool, through: list[str], out: RecordBuilder, parts: list[Array]
+    ) -> None:
         del parts
+        if through:
+            out.add("trained_through", np.ones(len(through)), through)
         if rivals:
             out.add("other_losses", np.ones(1), ("",))
         if graph is None:
@@ -185,14 +210,14 @@ class Objective(Instrument):
             out.add("loss_broadcast", shape, ("rows", "columns", "rows in the loss", "columns in the loss"))
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
+def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The nets a model consists of, where they may be called in its place; none of a mere sequence of layers."""
     if isinstance(model, nn.Sequential):
         return []
-    parts: list[nn.Module] = []
-    for child in model.children():
+    parts: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
         held = isinstance(child, (nn.ModuleDict, nn.ModuleList))
-        parts += child.children() if held else [child]
+        parts += [(f"{name}.{inner}", part) for inner, part in child.named_children()] if held else [(name, child)]
     return parts if len(parts) <= PARTS else []
 
 
@@ -205,6 +230,8 @@ class ObjectiveGraph:
         misfit: an index of `MISFITS`.
         broadcast: the shape of an operand with one value a sample, (B,) or (B, 1), and (B, B), what it became.
         compares: whether outputs of several calls meet before they are summed up.
+        choices: C of each choice among classes.
+        ends: the outputs that the loss is made of, by their nodes' numbers.
     """
 
     classes: float = float("nan")
@@ -212,6 +239,7 @@ class ObjectiveGraph:
     broadcast: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     compares: bool = False
     choices: list[int] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
 
 
 def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
@@ -242,7 +270,8 @@ def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
         by_direction |= "Norm" in name and any(ends[end] > 1 for end in calls)
         reached[id(node)] = calls
     # each output against a fixed one, by their directions, and several of them in one loss
-    out.compares |= by_direction and len(reached[id(root)]) > 1
+    out.ends = reached[id(root)]
+    out.compares |= by_direction and len(out.ends) > 1
     if len(out.choices) == 1:
         out.classes = float(out.choices[0])
     return out
