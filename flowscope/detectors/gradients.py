@@ -212,7 +212,8 @@ class VanishingGradient(Detector):
         if layout.kind not in ENDING or product.size < 3 or not product[-2] > 0:
             return False
         inner, fell = product[:-1] / product[-2], fall[:-1] / max(float(fall[-2]), 1.0)
-        return bool((inner >= self.config.ordered_product).all() and (fell <= self.config.drift).all())
+        healthy = max(self.config.ordered_product, self.config.vanishing_product)
+        return bool((inner >= healthy).all() and (fell <= self.config.drift).all())
 
     def _ordered(self, view: FlowView, product: Array) -> Finding | None:
         """A low product beside samples that end in one vector: neither direction carries anything (ordered phase).
