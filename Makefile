@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench screenshots depth-study clean
+.PHONY: demo test browser check format bench scripts screenshots depth-study clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,9 @@ format: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/python benchmarks/overhead.py --write docs/overhead.md
+
+scripts: $(VENV)/.ready
+	$(BIN)/python benchmarks/public_scripts.py --write docs/public-scripts.md
 
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -181,7 +181,7 @@ class Coverage:
         told = standing | {found.kind for found in self.yielded}
         for key, values in self.profiles.items():
             name, flow = split_key(key)
-            limits = (
+            limits: list[Any] = (
                 [header.config.get(field) for field in header.metrics[name].limits] if name in header.metrics else []
             )
             spoken = any(name in metrics for kind, metrics in header.shown_by.items() if kind in told)
