@@ -26,8 +26,8 @@ from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
-from flowscope.coverage import Mute
 from flowscope.detectors import DETECTORS, Detector
+from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run

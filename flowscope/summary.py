@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowscope.coverage import Coverage
+from flowscope.detectors.coverage import Coverage
 from flowscope.diagnosis import diagnose
 from flowscope.records import Alert, Record, RunHeader, few, metric_key
 from flowscope.sinks.console import sparkline

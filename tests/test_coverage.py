@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import flowscope
 from flowscope.cli import main
-from flowscope.coverage import Mute
 from flowscope.detectors import OUTCOME, Limit
+from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
 from flowscope.sinks import MemorySink
 from flowscope.views.overview import RunView, facts

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowscope.config import WatchConfig
-from flowscope.coverage import Coverage, Mute, Said
 from flowscope.detectors.activations import ActivationHeadroom
 from flowscope.detectors.attention import AttentionLogits
 from flowscope.detectors.batch_norm import TrainEvalGap
 from flowscope.detectors.broadcast import BroadcastLoss
 from flowscope.detectors.collapse import ConstantOutput, RankCollapse, RepresentationCollapse, TokenCollapse
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
+from flowscope.detectors.coverage import Coverage, Mute, Said
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, VanishingGradient
@@ -133,7 +133,7 @@ class DetectorSet:
         return self._ledger.standing
 
     def covered(self, header: RunHeader) -> str:
-        """The line on what the silence of these detectors covers (`flowscope.coverage`)."""
+        """The line on what the silence of these detectors covers (`flowscope.detectors.coverage`)."""
         return self.coverage.line(header, self.standing, self.faults.failed)
 
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
