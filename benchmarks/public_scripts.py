@@ -28,7 +28,28 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 Flows = tuple[str, ...]
-NET: dict[str, dict[str, Flows]] = {}
+NET: dict[str, dict[str, Flows]] = {
+    "actor_critic": {"net": ("affine1 > action_head x2",)},
+    "dcgan": {"generator": ("main.2 > main.7 x3",), "discriminator": ("main.1 > main.6 x3",)},
+    "diffusion": {"net": ("blocks.0:input > blocks.2 x4",)},
+    "dqn": {"net": ("network.1 > network.4 x3",)},
+    "gcn": {"net": ("gc1 > gc2 x2",)},
+    "imagenet": {
+        "net": ("layer1.0:input > layer2.1 x5", "layer1.0:input > layer1.1 x3", "layer2.0:input > layer2.1 x3")
+    },
+    "mnist": {"net": ("conv1 > fc2 x4",)},
+    "nanogpt": {"net": ("transformer.h.0:input > transformer.h.3 x5",)},
+    "ppo": {"net": ("critic.1 > critic.4 x3", "actor.1 > actor.4 x3")},
+    "regression": {"net": ()},
+    "reinforce": {"net": ("affine1 > affine2 x2",)},
+    "siamese": {"net": ("encoder.1 > encoder.5 x3", "fc.1 > fc.2 x2")},
+    "super_resolution": {"net": ("conv1 > conv4 x4",)},
+    "time_sequence_prediction": {"net": ("lstm1#0 > lstm1#11 x12", "lstm2#0 > lstm2#11 x12")},
+    "vae": {"net": ("fc1 > fc4 x4",)},
+    "vision_transformer": {"net": ("encoders.0:input > encoders.3 x5",)},
+    "wgan_gp": {"critic": ("1 > 4 x3",), "generator": ("1 > 4 x3",)},
+    "word_language_model": {"net": ("rnn > rnn x10",)},
+}
 """Script -> net -> its flows, each as "FIRST > LAST xPOINTS"."""
 
 
