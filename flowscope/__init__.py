@@ -9,6 +9,7 @@
     watch               attach to a model, return a Scope
     wrap, unwrap        put gates or hyper-connections around the sub-layers of a model, in place; and take them off
     is_wrapped          whether a model is wrapped; connections(model) lists (path, connection)
+    check               try a model on a few batches: facts that no limit can tell
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
     gate_profile        gates by depth over a loader; keep_gates(model) fills gate_value
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from flowscope.model.sites import find_sites
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
+    from flowscope.trials.findings import CheckReport
+    from flowscope.trials.sitting import check
 
 _NAMES = {
     "flowscope.scope": ("watch", "Scope"),
@@ -58,12 +61,15 @@ _NAMES = {
     "flowscope.jacobian.spectrum": ("jacobian_spectrum",),
     "flowscope.config": ("WatchConfig",),
     "flowscope.records": ("Record", "Alert"),
+    "flowscope.trials.sitting": ("check",),
+    "flowscope.trials.findings": ("CheckReport",),
 }
 _MODULES = {"actions": "flowscope.actions", "plot": "flowscope.extras.plot"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Alert",
+    "CheckReport",
     "FlowscopeError",
     "GateProfile",
     "Record",
@@ -71,6 +77,7 @@ __all__ = [
     "StopTraining",
     "WatchConfig",
     "__version__",
+    "check",
     "clip_grad_norm_",
     "connections",
     "find_flows",

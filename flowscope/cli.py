@@ -5,6 +5,7 @@
     flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
     flowscope diagnose RUN                          judge its records again, with other limits if asked
     flowscope run train.py [ARGS...]                run an unmodified training script and watch its models
+    flowscope check train.py [ARGS...]              try what a script trains: facts, within a minute
     flowscope live RUN                              follow a run in this terminal while it trains in another
 
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int | None] = arguments.command
-    if command is _run:
-        return _run(arguments)  # its streams, signals and status are the script's
+    if command in (_run, _check):
+        return command(arguments)  # its streams, signals and status are the script's
     for stream in (sys.stdout, sys.stderr):
         # a terminal that cannot show the bars of a profile gets question marks, not a traceback
         if hasattr(stream, "reconfigure"):
@@ -116,6 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     run.set_defaults(command=_run)
+
+    trying = commands.add_parser("check", help="run a training script to its third step, and try what it trains")
+    trying.add_argument("--steps", type=int, default=3, metavar="N", help="try at the n-th step (default: %(default)s)")
+    names = "names of trials, separated by commas"
+    trying.add_argument("--only", metavar="NAMES", help=f"{names}: these only")
+    trying.add_argument("--skip", metavar="NAMES", help=f"{names}: all but these")
+    trying.add_argument("--json", action="store_true", help="one JSON array of findings instead of a table")
+    trying.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
+    trying.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
+    trying.set_defaults(command=_check)
 
     words = "follow a run in this terminal while it trains in another; Ctrl-C ends"
     commands.add_parser("live", parents=reading, help=words).set_defaults(command=_live)
@@ -222,6 +233,21 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"flowscope: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Ends the process itself: 0 right, 1 something failed, 2 not judged, or a wrong call."""
+    from flowscope.trials.command import check_script
+    from flowscope.trials.settings import options_of
+
+    try:
+        if not arguments.script:
+            raise FlowscopeError("flowscope check: no script was given; expected flowscope check train.py [ARGS...].")
+        options = options_of(arguments.steps, arguments.only, arguments.skip, json=arguments.json)
+        check_script(arguments.script, options, module=arguments.module)
+    except FlowscopeError as error:
+        print(f"flowscope: {error}", file=sys.stderr)
+        return 2
 
 
 def _live(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,10 @@ class FlowscopeError(Exception):
     """A request flowscope cannot fulfil: says what, where, got, expected, and the call that fixes it."""
 
 
+class CannotJudgeError(Exception):
+    """Raised by a trial of `flowscope.check`, with the reason, where what it needs is not there."""
+
+
 class StopTraining(FlowscopeError):  # noqa: N818 - a signal, as StopIteration is
     """Ends a run from an alert: what `flowscope.actions.Stop` raises, and what an `on_alert` callable may raise.
 

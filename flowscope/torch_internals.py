@@ -265,6 +265,12 @@ def found_by(scaler: Any) -> dict[int, list[Tensor]]:
     return {key: list(state.get("found_inf_per_device", {}).values()) for key, state in states.items()}
 
 
+def has_unscaled(scaler: Any) -> bool:
+    """Whether a GradScaler has unscaled the gradients of an optimizer that has not stepped since."""
+    states = getattr(scaler, "_per_optimizer_states", None) or {}
+    return any(getattr(state.get("stage"), "name", "") == "UNSCALED" for state in states.values())
+
+
 # -- many processes ---------------------------------------------------------------------------------------------------
 
 

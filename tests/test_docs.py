@@ -37,6 +37,7 @@ DOCUMENTS = (
     "docs/from-the-articles.md",
     "docs/actions.md",
     "docs/run.md",
+    "docs/check.md",
     "docs/matrix.md",
     "docs/integrations.md",
     "docs/migration.md",

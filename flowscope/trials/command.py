@@ -1,0 +1,310 @@
+"""`flowscope check train.py`: an unmodified script runs to its third optimizer step; the trials work on what is there.
+
+Then the process ends at once, so that nothing that the script would do at its end (saving a checkpoint) is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
+from flowscope.trials.findings import CheckReport
+from flowscope.trials.settings import Options
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from flowscope.trials.bench import Bench
+    from flowscope.trials.tape import Recorded, Tape
+
+RIGHT, FAILED, UNJUDGED = 0, 1, 2
+
+
+@dataclass
+class Clipping:
+    """What was done to gradients between backward and the optimizer's step."""
+
+    clipped: bool = False
+    norm: float | None = None
+    while_scaled: bool = False
+
+
+@dataclass
+class Trained:
+    """One optimizer of the script.
+
+    Attributes:
+        optimizer: itself.
+        models: the outermost models that hold its parameters.
+        steps: the batches of each of its steps so far.
+    """
+
+    optimizer: Any
+    models: list[nn.Module]
+    steps: list[list[Recorded]] = field(default_factory=list)
+
+
+class Listening:
+    """Follows a script up to the step at which the trials are made."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.trained: list[Trained] = []
+        self._tape: Tape | None = None
+        self._scalers: list[Any] = []
+        self._clipping = Clipping()
+        self._judging = False
+        self._finder = PatchOnImport(
+            {
+                "torch.optim.optimizer": self._optimizers_imported,
+                "torch.amp.grad_scaler": lambda module: after_making(module.GradScaler, self._scalers.append),
+                "torch.nn.utils.clip_grad": self._clipping_imported,
+            }
+        )
+
+    def __enter__(self) -> Listening:
+        """Wait for the imports."""
+        sys.meta_path.insert(0, self._finder)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing to do: the process ends."""
+
+    @property
+    def seen(self) -> int:
+        """How many steps the busiest optimizer has made."""
+        return max((len(one.steps) for one in self.trained), default=0)
+
+    # -- what the script imports and makes -----------------------------------------------------------------------------
+
+    def _optimizers_imported(self, module: Any) -> None:
+        after_making(module.Optimizer, self._optimizer_made)
+        module.register_optimizer_step_pre_hook(self._step_begins)
+
+    def _optimizer_made(self, optimizer: Any) -> None:
+        from flowscope.instruments.wiring import held_by
+        from flowscope.trials.tape import Tape
+
+        if self._judging:
+            return
+        if self._tape is None:
+            self._tape = Tape(self._scaling)
+            self._listen_to_backward()
+        models = outermost_models(held_by(optimizer))
+        self.trained.append(Trained(optimizer, models))
+        for model in models:
+            self._tape.follow(model)
+
+    def _clipping_imported(self, module: Any) -> None:
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            original = getattr(module, name)
+
+            @functools.wraps(original)
+            def clipping(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                scaled = self._scaling() != 1 and not self._unscaled()
+                result = original(*args, **kwargs)
+                norm = float(result) if result is not None and not scaled else None
+                self._clipping = Clipping(True, norm, scaled)
+                return result
+
+            setattr(module, name, clipping)
+
+    def _scaling(self) -> float:
+        from flowscope.torch_internals import scale_of
+
+        return float(scale_of(self._scalers[-1])) if self._scalers else 1.0
+
+    def _unscaled(self) -> bool:
+        from flowscope.torch_internals import has_unscaled
+
+        return any(map(has_unscaled, self._scalers))
+
+    def _listen_to_backward(self) -> None:
+        import torch
+
+        backward: Callable[..., Any] = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._tape is not None and not self._judging:
+                self._tape.backward(loss)
+            return backward(loss, *args, **kwargs)
+
+        torch.Tensor.backward = listening  # type: ignore[method-assign,assignment]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        one = next((one for one in self.trained if one.optimizer is optimizer), None)
+        if one is None or self._tape is None or self._judging:
+            return
+        taken, self._tape.recorded = self._tape.recorded, []
+        self._tape.drop()
+        one.steps.append(taken)
+        if len(one.steps) >= self.options.steps:
+            self._tape.close()
+            self._judging = True  # trials make optimizers and step, too
+            end(judged(self, one), self.options)
+        self._clipping = Clipping()
+
+    @property
+    def clipping(self) -> Clipping:
+        """What was done to the gradients of the step that begins."""
+        return self._clipping
+
+
+def judged(listening: Listening, last: Trained) -> CheckReport:
+    """What the trials found; nothing where a fault of ours is in the way, which is told."""
+    try:
+        return judge(listening, last)
+    except Exception as error:
+        print(f"flowscope check: cannot judge: {type(error).__name__}: {error}", file=sys.stderr)
+        return CheckReport(())
+
+
+def judge(listening: Listening, last: Trained) -> CheckReport:
+    """All trials on each model of the script."""
+    from flowscope.trials.sitting import chosen, run_trials
+
+    options = listening.options
+    trials = chosen((), options.only or None, options.skip or None)
+    reports: list[CheckReport] = []
+    models = {id(model): model for one in listening.trained for model in one.models}
+    for model in models.values():
+        bench = bench_of(listening, last, model)
+        name = f"{type(model).__name__}: " if len(models) > 1 else ""
+        report = run_trials(bench, trials, _progress(name)) if bench is not None else None
+        if report is not None:
+            reports.append(CheckReport(tuple(replace(f, message=name + f.message) for f in report.findings)))
+    return CheckReport(tuple(finding for report in reports for finding in report.findings))
+
+
+def _progress(head: str) -> Callable[[str], None]:
+    def show(name: str) -> None:
+        if first_rank() and sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[Kflowscope check: {head}{name} ...")
+            sys.stderr.flush()
+
+    return show
+
+
+def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | None:
+    """What was seen of one model, ready for trials; None where none of its optimizers has stepped yet."""
+    import torch
+
+    from flowscope.trials.bench import Bench, Step
+    from flowscope.trials.kept import put_back
+
+    owners = [one for one in listening.trained if any(held is model for held in one.models)]
+    inner = _unwrapped(model)
+    batches = [r for one in owners for step in one.steps[::-1] for r in step if r.calls_of(model)]
+    if not batches:
+        return None
+    step = None
+    if last in owners:
+        names = {n: p.grad.detach().clone() for n, p in inner.named_parameters() if p.grad is not None}
+        clipping = listening.clipping
+        step = Step(last.steps[-1], names, clipping.clipped, clipping.norm, clipping.while_scaled)
+    bench = Bench(
+        inner,
+        batches[:3],
+        lambda current, recorded: recorded.play(lambda call: current if call is model else call),
+        [one.optimizer for one in owners],
+        step,
+        _loaders(),
+    )
+    with put_back(inner), contextlib.suppress(Exception):
+        torch.set_rng_state(batches[0].chance)
+        again = float(bench.loss(batches[0]).detach())
+        bench.repeatable = abs(again - batches[0].loss) <= 1e-4 * max(abs(again), 1e-12)
+    return bench
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model without what synchronises ranks."""
+    inner: nn.Module = getattr(model, "module", model) if "Parallel" in type(model).__name__ else model
+    return inner
+
+
+def _loaders() -> list[Any]:
+    from torch.utils.data import DataLoader
+
+    return [found for found in gc.get_objects() if type(found) is DataLoader]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def end(report: CheckReport, options: Options) -> NoReturn:
+    """Print the report and leave the process, without anything that the script does at its end."""
+    status = _of_all_ranks(report.status)
+    if first_rank():
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+        print(report.json() if options.json else report, file=sys.__stdout__, flush=True)
+    leave(status)
+
+
+def _of_all_ranks(status: int) -> int:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return status
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, status)
+    return FAILED if FAILED in found else max(found)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process: workers stopped, output flushed, no `finally` and no `atexit` of the script."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # type: ignore[union-attr]
+    os._exit(status)
+
+
+def check_script(command: Sequence[str], options: Options, *, module: bool = False) -> NoReturn:
+    """Run a script or module to its third step, and try what it trains.
+
+    Args:
+        command: the script's path or the module's name, and its arguments.
+        options: which trials, and how they are shown.
+        module: whether `command[0]` is a module's name.
+
+    Raises:
+        FlowscopeError: there is no such script.
+    """
+    script = script_of(command, module=module, asked="check")
+    if options.json:
+        sys.stdout = sys.stderr  # the script may print
+    with Listening(options) as listening:
+        reason = "it ended"
+        try:
+            script()
+        except SystemExit as leaving:
+            reason = f"it left with status {leaving.code}"
+        except KeyboardInterrupt:
+            leave(130)
+        except BaseException as error:
+            tell_of(error)
+            reason = f"it raised {type(error).__name__}"
+        print(_unjudged(Path(command[0]).name, listening, reason), file=sys.stderr)
+        leave(UNJUDGED)
+
+
+def _unjudged(name: str, listening: Listening, reason: str) -> str:
+    steps, wanted = listening.seen, listening.options.steps
+    if not listening.trained:
+        return f"flowscope check: {name}: {reason} before it made an optimizer for a model; expected a training script."
+    advice = f"; try --steps {steps}" if steps else ": expected one that trains"
+    return f"flowscope check: {name}: {reason} after {steps} optimizer steps, expected {wanted}{advice}."

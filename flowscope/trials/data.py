@@ -1,0 +1,118 @@
+"""`data`: batches differ, are finite, of a usable scale, and mixed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowscope.trials.bench import Bench, batch_tensors
+from flowscope.trials.trial import Trial, TrialFinding
+
+LARGE = 100.0
+"""Features whose standard deviation or mean is beyond this (or below its inverse) train badly without scaling."""
+MOST = 0.5
+"""A larger share of constant features is told."""
+
+
+class Data(Trial):
+    """Compare the batches with each other, and over the ranks."""
+
+    name = "data"
+    proves = "batches are not the same, and hold finite numbers of a usable scale"
+    blind = "what is wrong in later batches; a data set that is wrong as a whole"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """A finding for each thing that is odd."""
+        batches = [[x.detach() for x in batch_tensors(batch)] for batch in bench.batches]
+        found = [*self._same(batches), *self._numbers(batches), *self._sorted(batches), *self._ranks(batches)]
+        found += self._workers(bench)
+        yield from found or [self.passed(f"{len(batches)} batches differ, and hold finite numbers of a usable scale")]
+
+    def _same(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+        for (n, a), (m, b) in itertools.combinations(enumerate(batches), 2):
+            if a and len(a) == len(b) and all(map(torch.equal, a, b)):
+                message = f"batch {m} holds the same numbers as batch {n}"
+                yield self.noted("", message, "right for training on one batch; else look at the loader or its cache")
+                return
+
+    def _numbers(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+        for position, tensors in enumerate(zip(*batches, strict=False)):
+            floating = [x for x in tensors if x.is_floating_point() and x.numel()]
+            if not floating:
+                continue
+            which = f"tensor {position} of the batch {list(floating[0].shape)}"
+            if any(not bool(torch.isfinite(x).all()) for x in floating):
+                yield self.failed("", f"{which} holds NaN or inf", "look at the rows it comes from; fill or drop them")
+                continue
+            rows = [x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1) for x in floating]
+            if len({r.shape[1] for r in rows}) != 1:
+                continue
+            whole = torch.cat(rows).double()
+            spread, mean = float(whole.std(correction=0)), float(whole.mean().abs())
+            if max(spread, mean) > LARGE or 0 < spread < 1 / LARGE:
+                message = f"{which} has mean {mean:.3g} and standard deviation {spread:.3g}"
+                yield self.noted("", message, "scale features to mean 0 and deviation 1")
+            constant = float((whole == whole[:1]).all(0).double().mean())
+            if constant > MOST and whole.shape[0] > 1:
+                message = f"{constant:.0%} of the features of {which} never change"
+                yield self.noted("", message, "right for borders of images; else look at where features are read")
+
+    def _sorted(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+        for position, tensors in enumerate(zip(*batches, strict=False)):
+            whole = [x for x in tensors if not x.is_floating_point() and x.dim() == 1 and x.numel() > 8]
+            if len(whole) < 2 or len(whole) < len(batches):
+                continue
+            ordered = [bool((x[1:] >= x[:-1]).all()) for x in whole]
+            alone = [bool((x == x[0]).all()) for x in whole]
+            if all(alone) or all(ordered):
+                message = f"targets (tensor {position} of the batch) come sorted: "
+                message += "one class a batch" if all(alone) else "each batch is in rising order"
+                yield self.noted("", message, "shuffle the data (DataLoader(shuffle=True))")
+
+    def _ranks(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        mine = [hash(tuple(x.double().flatten()[:4096].tolist())) for tensors in batches for x in tensors]
+        all_of_them: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of_them, mine)
+        if mine and any(other == all_of_them[0] for other in all_of_them[1:]):
+            yield self.failed("", "two ranks are given the same batches", "use a DistributedSampler, and set_epoch")
+
+    def _workers(self, bench: Bench) -> Iterable[TrialFinding]:
+        for loader in bench.loaders:
+            if getattr(loader, "num_workers", 0) > 1 and _drawn_alike(loader.dataset):
+                message = f"workers of the loader of {type(loader.dataset).__name__} draw the same augmentations"
+                advice = "seed the data set's own generator in worker_init_fn from torch.initial_seed()"
+                yield self.failed("", message, advice)
+
+
+def _drawn_alike(dataset: Any) -> bool:
+    """Whether two copies of a data set, as two workers hold them, draw the same numbers though their seeds differ."""
+    import copy
+    import random
+
+    import numpy as np
+
+    def drawn(seed: int, count: int) -> list[list[Tensor]]:
+        held = copy.deepcopy(dataset)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        return [[torch.as_tensor(x) for x in _numbers_in(held[0])] for _ in range(count)]
+
+    if not hasattr(dataset, "__getitem__"):
+        return False
+    (first, again), (other,) = drawn(1, 2), drawn(2, 1)
+    varies = any(not torch.equal(a, b) for a, b in zip(first, again, strict=False))
+    return varies and all(map(torch.equal, first, other))
+
+
+def _numbers_in(item: Any) -> list[Any]:
+    if isinstance(item, (list, tuple)):
+        return [number for one in item for number in _numbers_in(one)]
+    return [item] if isinstance(item, Tensor) or type(item).__module__ == "numpy" or isinstance(item, float) else []

@@ -1,0 +1,42 @@
+"""`determinism`: the same step twice from the same state gives the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from flowscope.trials.bench import Bench
+from flowscope.trials.kept import put_back
+from flowscope.trials.trial import Trial, TrialFinding
+
+
+class Determinism(Trial):
+    """Run a batch's loss and backward twice from the same state and the same random state."""
+
+    name = "determinism"
+    proves = "a step repeated from the same state gives the same loss and gradients, to the last bit"
+    blind = "steps that differ only on other devices, with other threads, or after many steps"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """One finding: the first module whose output differs, or the parameter whose gradient does."""
+        first, second = self._pass(bench), self._pass(bench)
+        for a, b in zip(first[0], second[0], strict=False):
+            if a.path != b.path or not all(torch.equal(x, y) for x, y in zip(a.tensors, b.tensors, strict=False)):
+                message = f"the same batch, weights and random state gave another output, first at {a.path or 'model'}"
+                yield self.noted(a.path, message, "look there for state kept between calls, or an atomic add on a GPU")
+                return
+        for name, gradient in first[1].items():
+            if name not in second[1] or not torch.equal(gradient, second[1][name]):
+                message = f"the forward pass repeats to the last bit, the gradient does not, first at {name}"
+                yield self.noted(name, message, "look for a checkpoint that draws anew, or an atomic add on a GPU")
+                return
+        yield self.passed("loss and gradients repeat to the last bit")
+
+    @staticmethod
+    def _pass(bench: Bench) -> tuple[Any, Any]:
+        gradients: dict[str, torch.Tensor] = {}
+        with put_back(bench.model, list(bench.optimizers), bench.batches):
+            seen = bench.seen(lambda: gradients.update(bench.gradients(bench.batches[0])))
+        return seen, gradients

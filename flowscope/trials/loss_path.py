@@ -1,0 +1,56 @@
+"""`loss_path`: every differentiable number that a forward pass makes has a path to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from flowscope.trials.bench import Bench
+from flowscope.trials.criteria import Listener, leaves_below, nodes_below
+from flowscope.trials.trial import Trial, TrialFinding
+
+_SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "logsumexp", "cross_entropy", "mse_loss", "kl_div", "l1_loss"})
+_ARITHMETIC = frozenset({"mul", "add", "div", "sub", "neg", "pow", "sqrt", "square", "log", "exp"})
+
+
+class LossPath(Trial):
+    """Listen to what modules compute; numbers with a gradient that nothing leads on from are a term thrown away."""
+
+    name = "loss_path"
+    proves = "no term of a loss that a module computes is lost on the way"
+    blind = "terms that are computed without gradient, and numbers that are no sum or mean"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """One finding a module whose number has no path to the loss."""
+        made: list[tuple[str, Tensor]] = []
+        with bench.place() as place:
+
+            def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+                if (where := place()) is None or not isinstance(result, Tensor) or result.numel() != 1:
+                    return
+                name = getattr(func, "__name__", "").strip("_")
+                if result.requires_grad and (name in _SUMS or name.removeprefix("r") in _ARITHMETIC):
+                    made.append((where, result))
+
+            with bench.alike(), Listener(heard):
+                loss = bench.loss(bench.batches[0])
+        yield from self._judged(bench, loss, made)
+
+    def _judged(self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]]) -> Iterable[TrialFinding]:
+        on_path = set(nodes_below(loss))
+        off = [(where, x) for where, x in made if x.grad_fn not in on_path]
+        # of a chain of numbers the last one tells
+        inner = {node for _, x in off for node in nodes_below(x) if node is not x.grad_fn}
+        held = {id(p) for p in bench.model.parameters()}
+        lost: dict[str, Tensor] = {}
+        for where, x in off:
+            if x.grad_fn not in inner and any(id(leaf) in held for leaf in leaves_below(x)):
+                lost.setdefault(where, x)
+        for where, x in lost.items():
+            message = f"{where or 'the model'} computes {float(x.detach()):.3g} with a gradient, and no loss uses it"
+            advice = "add it to the loss (a balance or auxiliary term), or compute it under no_grad"
+            yield self.failed(where, message, advice)
+        if not lost:
+            yield self.passed(f"each of {len(made)} numbers that modules compute leads to the loss")

@@ -1,0 +1,91 @@
+"""`samples`: one sample is changed, and the outputs of the others must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.errors import CannotJudgeError
+from flowscope.trials.bench import Bench, Call
+from flowscope.trials.layout import (
+    changed_call,
+    first_that_differs,
+    given,
+    layout_of,
+    name_of,
+    other_values,
+    outputs,
+)
+from flowscope.trials.trial import Trial, TrialFinding
+
+
+class Samples(Trial):
+    """Change the last sample of a batch, in evaluation mode; then in training mode, where no batch statistics are."""
+
+    name = "samples"
+    proves = "the output of a sample does not depend on the other samples of its batch"
+    blind = "batch statistics, which mix samples in training on purpose, are said and not judged"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """One finding: the first module where samples are mixed."""
+        call, axis = bench.calls()[0], layout_of(bench.model).samples
+        size = _batch_size(call, axis)
+
+        def of_others(x: Tensor) -> Tensor | None:
+            return x.narrow(axis, 0, size - 1) if x.dim() > axis and x.shape[axis] == size else None
+
+        def other(x: Tensor) -> Tensor:
+            if x.dim() <= axis or x.shape[axis] != size or _is_mask(x):
+                return x
+            draw = torch.Generator().manual_seed(1)
+            return torch.cat([x.narrow(axis, 0, size - 1), other_values(x, draw).narrow(axis, size - 1, 1)], axis)
+
+        statistics = [name for name, module in bench.model.named_modules() if _mixes_in_training(module)]
+        for training in (False, True)[: 1 if statistics else 2]:
+            plain = bench.look(call, training=training)
+            if not outputs(plain, of_others):
+                raise CannotJudgeError("the output has no axis of the batch's size")
+            changed = bench.look(changed_call(call, other), training=training)
+            if first_that_differs(plain[-1:], changed[-1:], of_others) is None:
+                continue
+            if first_that_differs(plain, bench.look(call, training=training), of_others):
+                continue  # it keeps state between calls
+            first = first_that_differs(plain, changed, of_others) or plain[-1]
+            message = f"the outputs of {size - 1} samples change with the other one, first at {name_of(first)}"
+            if _relates_rows(call):
+                advice = "right where rows are the nodes of one graph; it is given an index or a square matrix of them"
+                yield self.noted(first.path, message, advice)
+            else:
+                advice = "look there for a softmax, mean, norm or reshape over axis 0, or attention with batch_first"
+                yield self.failed(first.path, message, advice)
+            return
+        said = f"; in training {statistics[0]} and {len(statistics) - 1} more mix them" if statistics else ""
+        yield self.passed(f"changing one sample of {size} changes the output of no other{said}")
+
+
+def _batch_size(call: Call, axis: int) -> int:
+    sizes = [x.shape[axis] for x in given(call) if x.dim() > axis]
+    if not sizes or sizes[0] < 2:
+        raise CannotJudgeError("it needs a batch of two samples or more")
+    return int(sizes[0])
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype == torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all()))
+
+
+def _mixes_in_training(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or "batchnorm" in type(module).__name__.lower()
+
+
+def _relates_rows(call: Call) -> bool:
+    """Whether a call says how rows are related: [2, E] or [E, 2] whole numbers, a sparse or a square matrix."""
+    return any(
+        x.is_sparse
+        or x.layout is torch.sparse_csr
+        or (x.dim() == 2 and not x.is_floating_point() and 2 in x.shape and x.dtype == torch.int64 and x.shape[0] == 2)
+        or (x.dim() == 2 and x.shape[0] == x.shape[1] and x.shape[0] > 2)
+        for x in given(call)
+    )

@@ -1,0 +1,80 @@
+"""`signal`: gradient product, scale of activations and dead units along depth, as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from flowscope.errors import CannotJudgeError
+from flowscope.records import Record, split_key
+from flowscope.trials.bench import Bench
+from flowscope.trials.trial import Trial, TrialFinding
+
+LEAST, MOST = 1e-3, 1e3
+"""Gradient products over a whole flow beyond these are told: each layer of 50 then scales by 0.87 or 1.15."""
+GROWTH = 100.0
+"""Activations that grow or shrink by more along a flow are told."""
+DEAD = 0.5
+"""A larger share of units that never fire is told."""
+
+
+class Signal(Trial):
+    """Watch one backward pass of a batch, and read the profiles."""
+
+    name = "signal"
+    proves = "gradient reaches the first layers, activations keep their scale, and units fire"
+    blind = "what changes while it trains: watch"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """A finding a flow and profile beyond its range."""
+        record = _watched(bench)
+        told = [*self._products(record), *self._scales(record), *self._dead(record)]
+        if not told and not any(split_key(key)[0] == "act_rms" for key in record.metrics):
+            raise CannotJudgeError("the model has no chain of layers that could be told")
+        yield from told or [self.passed("gradient, activations and units are in their ranges along depth")]
+
+    def _products(self, record: Record) -> Iterable[TrialFinding]:
+        for key, values in record.metrics.items():
+            name, flow = split_key(key)
+            if name != "gradient_product" or not np.isfinite(values).any():
+                continue
+            first = float(values[np.isfinite(values)][0])
+            if first < LEAST or first > MOST:
+                words = "vanishes" if first < LEAST else "explodes"
+                message = f"the gradient {words} on the way down: by {first:.3g} over {values.size} layers"
+                yield self.noted(
+                    flow or "", message, "a residual path with normalisation, or another scale at the start"
+                )
+
+    def _scales(self, record: Record) -> Iterable[TrialFinding]:
+        for key, values in record.metrics.items():
+            name, flow = split_key(key)
+            good = values[np.isfinite(values) & (values > 0)] if name == "act_rms" else values[:0]
+            if good.size > 1 and not 1 / GROWTH <= good[-1] / good[0] <= GROWTH:
+                message = f"activations go from {good[0]:.3g} to {good[-1]:.3g} over {good.size} layers"
+                yield self.noted(
+                    flow or "", message, "normalise, or start the weights at sqrt(2 / fan in) (He) or 1 (Glorot)"
+                )
+
+    def _dead(self, record: Record) -> Iterable[TrialFinding]:
+        for key, values in record.metrics.items():
+            name, flow = split_key(key)
+            if name == "dead_fraction" and np.isfinite(values).any() and np.nanmax(values) > DEAD:
+                layer = int(np.nanargmax(values))
+                message = f"{np.nanmax(values):.0%} of the units of layer {layer} never fire on this batch"
+                yield self.noted(flow or "", message, "look at the bias and scale before that activation")
+
+
+def _watched(bench: Bench) -> Record:
+    from flowscope.scope import watch
+
+    with watch(bench.model, every=1, sinks=[], config={"console": "off"}) as scope:
+        with bench.alike():
+            loss = bench.loss(bench.batches[0])
+            loss.backward()  # type: ignore[no-untyped-call]
+        scope.step(loss=loss.detach())
+        records = list(scope.records)
+    if not records:
+        raise CannotJudgeError("no record was made of a backward pass")
+    return records[-1]

@@ -1,0 +1,194 @@
+"""What a script does between the outputs of its models and backward, as a tape that can be played again.
+
+The tape holds calls of whole models (to be made anew) and calls of torch's functions between them. Tensors that came
+from neither are constants, copied when they are first used; numbers that left torch (`.item()`) are constants too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowscope.errors import CannotJudgeError
+from flowscope.model.nested import map_tensors, nested_tensors
+from flowscope.torch_internals import newest_mode
+from flowscope.trials.criteria import Listener
+
+LONGEST = 20_000
+"""Events between two backward passes; a longer tape is thrown away."""
+_SILENT = frozenset(
+    {"backward", "__get__", "__set__", "requires_grad_", "item", "tolist", "register_hook", "retain_grad"}
+)
+
+
+@dataclass
+class Event:
+    """One call: of a model (`module`) or of a torch function (`function`).
+
+    Attributes:
+        call: the module or function.
+        args: its positional arguments; tensors made on the tape stand as they were.
+        kwargs: likewise, by name.
+        made: the tensors it returned, in order.
+    """
+
+    call: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[Tensor]
+
+
+class Recorded:
+    """What led to one backward pass; stands for a batch.
+
+    Attributes:
+        events: the calls in order.
+        constants: copies of the tensors that came from elsewhere, by the number of the original.
+        loss: the value that backward was called on, without the scaler's scale.
+        chance: torch's random state (CPU) when the first call began.
+    """
+
+    def __init__(
+        self, events: list[Event], constants: dict[int, Tensor], loss: Tensor, scale: float, chance: Tensor
+    ) -> None:
+        self.events, self.constants, self.chance = events, constants, chance
+        self._loss, self._scaling = loss, scale
+        self.loss = float(loss.detach()) / scale
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The constants, the inputs of models among them."""
+        return [*self.constants.values()]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Recorded:
+        """The same with other constants."""
+        out = copy.copy(self)
+        out.constants = {key: change(x) for key, x in self.constants.items()}
+        return out
+
+    def calls_of(self, model: nn.Module) -> list[Event]:
+        """The calls of one model."""
+        return [event for event in self.events if event.call is model]
+
+    def play(self, replaced: Callable[[Any], Any] = lambda call: call) -> Tensor:
+        """Make all calls again; returns the loss, without the scaler's scale.
+
+        Args:
+            replaced: what to call in the place of something on the tape.
+
+        Raises:
+            CannotJudgeError: the loss does not come from the tape.
+        """
+        # calls may write into their arguments
+        values = {key: x.clone() for key, x in self.constants.items()}
+
+        def current(x: Tensor) -> Tensor:
+            return values.get(id(x), x)
+
+        for event in self.events:
+            args, kwargs = map_tensors(event.args, current), map_tensors(event.kwargs, current)
+            made = nested_tensors(replaced(event.call)(*args, **kwargs))
+            values.update({id(old): new for old, new in zip(event.made, made, strict=False)})
+        if id(self._loss) not in values:
+            raise CannotJudgeError("the loss was not made by torch functions from the model's outputs")
+        return values[id(self._loss)] / self._scaling
+
+
+class Tape:
+    """Records the calls of some models and what torch computes from them, until a backward pass.
+
+    Args:
+        scale: the GradScaler's scale, asked at each backward.
+    """
+
+    def __init__(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+        self.recorded: list[Recorded] = []
+        self._scaling = scale
+        self._models: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self._inside = 0
+        self._events: list[Event] = []
+        self._known: dict[int, Tensor] = {}
+        self._constants: dict[int, Tensor] = {}
+        self._chance: Tensor | None = None
+        self._listener: Listener | None = None
+
+    def follow(self, model: nn.Module) -> None:
+        """Record the calls of a model, too."""
+        if any(known is model for known in self._models):
+            return
+        self._models.append(model)
+        self._handles += [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._silence()
+        for handle in self._handles:
+            handle.remove()
+
+    def backward(self, loss: Tensor) -> None:
+        """A backward pass begins: what was heard so far led to it."""
+        if self._events and loss.numel() == 1 and id(loss) in self._known:
+            chance = self._chance if self._chance is not None else torch.get_rng_state()
+            self.recorded.append(Recorded(self._events, self._constants, loss, self._scaling(), chance))
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was heard since the last backward pass."""
+        self._silence()
+        self._events, self._known, self._constants, self._chance = [], {}, {}, None
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._inside == 0:
+            self._silence()
+            if self._chance is None:
+                self._chance = torch.get_rng_state()
+        self._inside += 1
+
+    def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside -= 1
+        if self._inside == 0 and output is not None:
+            self._note(model, args, kwargs, output)
+            self._listen()
+
+    def _listen(self) -> None:
+        if self._listener is None:
+            self._listener = Listener(self._heard)
+            self._listener.__enter__()  # type: ignore[no-untyped-call]
+
+    def _silence(self) -> None:
+        # modes end in the order of a stack: where the script has entered one since, ours stays on, and hears nothing
+        if self._listener is not None and newest_mode() is self._listener:
+            self._listener.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._listener = None
+
+    def _heard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self._inside or getattr(func, "__name__", "") in _SILENT or not any(True for _ in nested_tensors(result)):
+            return
+        self._note(func, args, kwargs, result)
+
+    def _note(self, call: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if len(self._events) >= LONGEST:
+            return
+        for x in nested_tensors((args, kwargs)):
+            if id(x) not in self._known and id(x) not in self._constants and not _lives(x):
+                # the original is held by the event's arguments, so no other tensor gets its number
+                self._constants[id(x)] = x.detach().clone()
+        made = list(nested_tensors(result))
+        self._known.update({id(x): x for x in made})
+        self._events.append(Event(call, args, dict(kwargs), made))
+
+
+def _lives(x: Tensor) -> bool:
+    """Whether a tensor is one that training changes (a parameter), to be read as it then is."""
+    return isinstance(x, nn.Parameter) or (x.is_leaf and x.requires_grad)

@@ -1,0 +1,75 @@
+"""`targets`: what the targets of some batches hold: classes that never count, and how much is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from flowscope.errors import CannotJudgeError
+from flowscope.trials.bench import Bench
+from flowscope.trials.criteria import CLASSES, Criterion, criteria
+from flowscope.trials.trial import Trial, TrialFinding
+
+EXPECTED = 20
+"""A class is missed for certain where so many of it were to be expected."""
+SEQUENCES = 2
+"""Targets of so many axes are tokens: many of a vocabulary are never used."""
+MOSTLY = 0.5
+"""A larger share of ignored targets is told."""
+
+
+class Targets(Trial):
+    """Count the targets of the batches."""
+
+    name = "targets"
+    proves = "each class is met, and targets count"
+    blind = "targets that are wrong and look right"
+
+    def findings(self, bench: Bench) -> Iterable[TrialFinding]:
+        """A finding for classes that never count, one for what is ignored, one for targets that are all equal."""
+        found = [one for batch in bench.batches for one in criteria(bench, batch)[1]]
+        classes = [one for one in found if one.kind == CLASSES and one.target.dtype == torch.int64]
+        if not found:
+            raise CannotJudgeError("the loss calls no loss function of torch")
+        told: list[TrialFinding] = []
+        for width in sorted({one.classes for one in classes}):
+            told += self._classes([one for one in classes if one.classes == width], width)
+        others = [one.target.detach() for one in found if one.kind != CLASSES]
+        if (
+            others
+            and all(bool((t == others[0].flatten()[0]).all()) for t in others)
+            and sum(t.numel() for t in others) > 1
+        ):
+            message = f"all targets are {float(others[0].flatten()[0]):.4g}"
+            told.append(self.failed("", message, "look at where targets are read: a column of zeros, a wrong key"))
+        yield from told or [self.passed(f"the targets of {len(found)} losses differ, and count")]
+
+    def _classes(self, found: Sequence[Criterion], width: int) -> Iterable[TrialFinding]:
+        counted = torch.cat([one.counted.cpu() for one in found])
+        total = sum(one.target.numel() for one in found)
+        empty = [one for one in found if one.counted.numel() == 0]
+        share = 1 - counted.numel() / total
+        if empty:
+            message = f"no target counts in {len(empty)} of {len(found)} batches: the mean is over nothing"
+            yield self.failed("", message, "leave such batches out, or look why all targets are ignored")
+        elif share > MOSTLY:
+            yield self.noted(
+                "", f"{share:.0%} of the targets are ignored", "right for prompts that are not to be learned"
+            )
+        seen = set(counted.tolist())
+        missing = sorted(set(range(width)) - seen)
+        if len(seen) == 1 and counted.numel() >= EXPECTED and width > 1:
+            message = f"all {counted.numel()} targets are of class {min(seen)}"
+            yield self.failed("", message, "look at where targets are read, and whether the data is shuffled")
+        elif missing:
+            yield self._missing(missing, counted, width, found[0].target)
+
+    def _missing(self, missing: list[int], counted: Tensor, width: int, target: Tensor) -> TrialFinding:
+        names = ", ".join(map(str, missing[:5]))
+        message = f"{len(missing)} of {width} classes are never met in {counted.numel()} targets: {names}"
+        advice = "look whether labels begin at 1, and whether the head is wider than the data; a vocabulary may be"
+        rows = target.dim() < SEQUENCES and counted.numel() / width >= EXPECTED and width <= counted.numel()
+        sequence = target.dim() >= SEQUENCES or width > 256
+        return self.failed("", message, advice) if rows and not sequence else self.noted("", message, advice)

@@ -1,0 +1,378 @@
+"""Each trial finds its fault, at its place, and finds nothing in the healthy twin."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trial_models import (
+    Balanced,
+    Copying,
+    Detaches,
+    Language,
+    MixesSamples,
+    OtherInTraining,
+    Outside,
+    Sentences,
+    Squares,
+    Unregistered,
+    chain,
+    class_loss,
+    classifier,
+    next_word,
+    rows,
+    sentences,
+    texts,
+    transposed,
+    word_after_next,
+)
+
+import flowscope
+from flowscope.trials.bench import Bench, Step
+from flowscope.trials.built_in import NAMES
+from flowscope.trials.sitting import chosen, run_trials
+
+
+class Task(NamedTuple):
+    """What `flowscope.check` is given."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: list[Any]
+    optimizer: torch.optim.Optimizer | None = None
+
+
+class Case(NamedTuple):
+    """A fault with its healthy twin: what finds it, how sure it is, and where; what its sentence says."""
+
+    make: Callable[[bool], Task]
+    trial: str
+    status: str
+    where: str
+    says: str
+
+
+def language(**options: Any) -> Task:
+    return Task(Language(**options), next_word, texts())
+
+
+def classes(model: nn.Module) -> Task:
+    return Task(model, class_loss, rows())
+
+
+def trained(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Task:
+    return Task(model, class_loss, rows(), kind(model.parameters(), **options))
+
+
+def rounded(faulty: bool) -> Task:
+    model = classifier().bfloat16()
+    # near 1 the numbers of bf16 are 2^-7 apart: a step of 1e-4 is lost, one of 1 is not
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0).add_(torch.randn(p.shape) * 0.1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4 if faulty else 1.0)
+    return Task(model, lambda m, b: F.cross_entropy(m(b[0].bfloat16()).float(), b[1]), rows(), optimizer)
+
+
+def replaced(faulty: bool) -> Task:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if faulty:
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    return Task(model, class_loss, rows(), optimizer)
+
+
+def held_twice(faulty: bool) -> Task:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if faulty:
+        optimizer.param_groups.append(dict(optimizer.param_groups[0], params=[model[0].bias]))
+    return Task(model, class_loss, rows(), optimizer)
+
+
+def frozen(faulty: bool) -> Task:
+    model = classifier().requires_grad_(not faulty)
+    loss = lambda m, b: F.cross_entropy(m(b[0].clone().requires_grad_()), b[1])  # noqa: E731
+    return Task(model, loss, rows(), torch.optim.SGD(model.parameters(), 0.1))
+
+
+def shapes(faulty: bool) -> Task:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]) if faulty else model(batch[0]).squeeze(-1), batch[0][:, 0])
+
+    torch.manual_seed(0)
+    return Task(nn.Linear(6, 1), loss, rows())
+
+
+def squashed(faulty: bool) -> Task:
+    model = classifier()
+    return classes(nn.Sequential(*model, nn.Softmax(-1)) if faulty else model)
+
+
+def not_a_number(faulty: bool) -> Task:
+    batches = rows()
+    batches[1][0][3, 2] = float("nan") if faulty else 0.0
+    return Task(classifier(), class_loss, batches)
+
+
+def nothing_to_learn(faulty: bool) -> Task:
+    return Task(classifier(), lambda m, b: m(b[0]).mean() * 0 + 1 if faulty else class_loss(m, b), rows(samples=8))
+
+
+def never_met(faulty: bool) -> Task:
+    # 3 x 256 targets of four classes: 192 of each are to be expected
+    model = nn.Sequential(nn.Linear(6, 4))
+    return Task(model, class_loss, rows(samples=256, classes=3 if faulty else 4))
+
+
+def balanced(faulty: bool) -> Task:
+    return Task(Balanced(faulty), lambda model, batch: model.loss(batch), rows())
+
+
+CASES = {
+    "no_causal_mask": Case(
+        lambda faulty: language(causal=not faulty), "causality", "fail", "blocks.0.attention", "its targets are"
+    ),
+    "softmax_over_samples": Case(
+        lambda faulty: classes(classifier(MixesSamples(faulty))), "samples", "fail", "2", "change with the other one"
+    ),
+    "padding_in_a_mean": Case(
+        lambda faulty: Task(Sentences(faulty), class_loss, sentences()), "padding", "fail", "pool", "padding_idx"
+    ),
+    "wrong_backward": Case(
+        lambda faulty: classes(classifier(Squares(faulty))), "gradient", "fail", "2", "the backward of Square"
+    ),
+    "detached": Case(lambda faulty: classes(classifier(Detaches(faulty))), "gradient", "fail", "0", "its gradient"),
+    "balance_loss_thrown_away": Case(balanced, "loss_path", "fail", "", "no loss uses it"),
+    "update_lost_for_one_weight": Case(
+        lambda faulty: trained(transposed(), Copying if faulty else torch.optim.SGD, lr=0.1),
+        "update",
+        "fail",
+        "0.weight",
+        "did not move",
+    ),
+    "pure_bf16_small_rate": Case(rounded, "update", "fail", "0.weight", "rounded away in bfloat16"),
+    "optimizer_before_parameters": Case(replaced, "update", "fail", "2.weight", "in no optimizer"),
+    "held_twice": Case(held_twice, "update", "fail", "0.bias", "held twice"),
+    "everything_frozen": Case(frozen, "update", "fail", "", "trainable"),
+    "checkpoint_without_random_state": Case(
+        lambda faulty: language(dropout=0.5, keep_random_state=not faulty),
+        "recomputation",
+        "fail",
+        "blocks.0",
+        "replay",
+    ),
+    "state_outside": Case(
+        lambda faulty: classes(classifier(Outside(itertools.count(), faulty))), "determinism", "note", "2", "another"
+    ),
+    "shapes_broadcast": Case(shapes, "loss_start", "fail", "", "[32, 1] against [32]"),
+    "two_softmaxes": Case(squashed, "loss_start", "fail", "", "squashed twice"),
+    "labels_shifted_twice": Case(
+        lambda faulty: Task(Language(), word_after_next if faulty else next_word, texts(samples=8)),
+        "labels",
+        "fail",
+        "",
+        "token 2 ahead",
+    ),
+    "class_never_met": Case(never_met, "targets", "fail", "", "1 of 4 classes are never met in 768 targets: 3"),
+    "same_batch_for_ever": Case(
+        lambda faulty: Task(classifier(), class_loss, rows()[:1] * 3 if faulty else rows()),
+        "data",
+        "note",
+        "",
+        "batch 1",
+    ),
+    "not_a_number": Case(not_a_number, "data", "fail", "", "NaN"),
+    "other_in_training": Case(
+        lambda faulty: classes(classifier(OtherInTraining(faulty))), "train_eval", "fail", "2", "in training"
+    ),
+    "layers_in_a_list": Case(
+        lambda faulty: classes(Unregistered(faulty)), "saving", "fail", "layers[0].weight", "not in state_dict"
+    ),
+    "nothing_to_learn": Case(nothing_to_learn, "overfit", "note", "0", "still 1"),
+    # a sigmoid's slope is 1/4 at most: 4^-8 = 1.5e-5 or less, and 1 where weights keep lengths
+    "sigmoids": Case(
+        lambda faulty: classes(chain(nn.Sigmoid if faulty else nn.Identity, 8, 1.0)),
+        "signal",
+        "note",
+        "",
+        "vanish",
+    ),
+}
+
+
+def found(task: Task, trial: str) -> list[flowscope.trials.TrialFinding]:
+    return list(flowscope.check(*task[:3], optimizer=task.optimizer, only=[trial]).findings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_found_at_its_place_and_its_twin_is_right(name: str) -> None:
+    case = CASES[name]
+    bad = [finding for finding in found(case.make(True), case.trial) if finding.status in ("fail", "note")]
+    assert (bad[0].status, bad[0].where) == (case.status, case.where)
+    assert case.says in bad[0].message
+    assert bad[0].advice
+    assert [finding.status for finding in found(case.make(False), case.trial)] == ["pass"]
+
+
+@pytest.mark.parametrize("model", ["language", "classes"])
+def test_nothing_fails_on_a_healthy_model(model: str) -> None:
+    task = language() if model == "language" else trained(classifier(nn.BatchNorm1d(12), nn.Dropout(0.5)), lr=0.1)
+    report = flowscope.check(*task[:3], optimizer=task.optimizer)
+    assert report.ok
+    assert report.status == 0
+    assert {finding.trial for finding in report.findings} == {trial.name for trial in chosen()}
+    assert not [f for f in report.findings if "could not be run" in f.message]
+
+
+def test_each_trial_has_a_file_and_a_row_in_the_documents() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "check.md").read_text()
+    assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == [trial.name for trial in chosen()] == [*NAMES]
+
+
+def test_dropout_in_torchs_own_attention_is_no_difference_between_the_modes() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
+    task = Task(layer, lambda m, x: m(x).square().mean(), [torch.randn(4, 5, 8)])
+    assert [finding.status for finding in found(task, "train_eval")] == ["pass"]
+
+
+# -- accumulation: what a loop was seen to do -------------------------------------------------------------------------
+
+
+def stepped(weights: list[float], sizes: list[int]) -> str:
+    """What `accumulation` says of a step of micro-batches of `sizes` samples, their mean losses times `weights`."""
+    model = classifier()
+    batches = [rows(1, size)[0] for size in sizes]
+    factors = {id(batch): weight for batch, weight in zip(batches, weights, strict=True)}
+    loss = lambda m, batch: class_loss(m, batch) * factors[id(batch)]  # noqa: E731
+    sum(loss(model, batch) for batch in batches).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    bench = Bench(model, batches, loss, step=Step(batches, gradients))
+    (finding,) = run_trials(bench, chosen(only=["accumulation"])).findings
+    return f"{finding.status}: {finding.message}"
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "says"),
+    [
+        ([0.25] * 4, [8] * 4, "pass"),
+        ([1.0] * 4, [8] * 4, "fail: the gradient is 4 times"),
+        ([1 / 16] * 4, [8] * 4, "fail: the gradient is 1/4 of"),
+        ([0.75, 0.25], [24, 8], "pass"),
+        ([0.5, 0.5], [24, 8], "fail: micro-batches of 8 to 24 targets weigh the same, 0.5"),
+    ],
+)
+def test_micro_batches_weigh_as_their_samples_do(weights: list[float], sizes: list[int], says: str) -> None:
+    assert stepped(weights, sizes).startswith(says)
+
+
+def test_what_an_earlier_step_left_in_the_gradient_is_told() -> None:
+    model, batch = classifier(), rows(1)[0]
+    class_loss(model, batch).backward()
+    left = {name: 3 * p.grad for name, p in model.named_parameters()}
+    bench = Bench(model, [batch], class_loss, step=Step([batch], left))
+    (finding,) = run_trials(bench, chosen(only=["accumulation"])).findings
+    assert (finding.status, "3 times" in finding.message) == ("fail", True)
+
+
+# -- what trials are given --------------------------------------------------------------------------------------------
+
+
+def test_large_batches_are_cut_for_what_needs_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # one product [32, 6] x [6, 12] and one [32, 12] x [12, 3]: 2 * 32 * (72 + 36) operations
+    bench = Bench(classifier(), rows(), class_loss)
+    assert bench.flops == 2 * 32 * (72 + 36)
+    assert bench.cut() is bench
+    monkeypatch.setattr("flowscope.trials.bench.DEAR", bench.flops / 4)
+    assert [x.shape[0] for x in bench.cut().batches[0]] == [8, 8]
+    monkeypatch.setattr("flowscope.trials.bench.DEAR", 1)
+    assert [x.shape[0] for x in bench.cut().batches[0]] == [2, 2]
+
+
+def test_a_loss_that_calls_a_part_of_the_model_is_tried_at_that_part() -> None:
+    model = nn.ModuleDict({"large": classifier(MixesSamples(True)), "small": nn.Linear(3, 3)})
+    loss = lambda m, batch: F.cross_entropy(m["small"](m["large"](batch[0])), batch[1])  # noqa: E731
+    finding = found(Task(model, loss, rows()), "samples")[0]
+    assert (finding.status, finding.where) == ("fail", "large.2")
+
+
+# -- calls, errors, a trial of one's own ------------------------------------------------------------------------------
+
+
+class Named(flowscope.trials.Trial):
+    """Parameters must have a gradient of at least `least`."""
+
+    name = "large_gradient"
+
+    def findings(self, bench: Bench) -> Any:
+        norms = {name: float(g.norm()) for name, g in bench.gradients(bench.batches[0]).items()}
+        name = min(norms, key=norms.__getitem__)
+        yield self.failed(name, "its gradient is small", "none") if norms[name] < 1e9 else self.passed("large")
+
+
+def test_a_trial_of_ones_own_runs_with_the_others_and_alone() -> None:
+    report = flowscope.check(classifier(), class_loss, rows(), trials=[Named], only=["large_gradient", "data"])
+    assert [(f.trial, f.status) for f in report.findings] == [("data", "pass"), ("large_gradient", "fail")]
+    assert not report.ok
+    assert report.status == 1
+
+
+class Broken(Named):
+    """Raises."""
+
+    name = "broken"
+
+    def findings(self, bench: Bench) -> Any:
+        raise ValueError("odd")
+
+
+def test_a_fault_of_a_trial_ends_only_that_one() -> None:
+    report = flowscope.check(classifier(), class_loss, rows(), trials=[Broken()], only=["broken", "data"])
+    assert [(f.trial, f.status) for f in report.findings] == [("data", "pass"), ("broken", "skipped")]
+    assert "ValueError: odd" in report.findings[1].message
+    assert report.status == 0
+
+
+def test_a_report_prints_what_failed_first_and_is_a_table_in_a_notebook() -> None:
+    task = classes(classifier(MixesSamples(True)))
+    report = flowscope.check(*task[:3], only=["samples", "data"])
+    lines = str(report).splitlines()
+    assert lines[0].split()[:2] == ["trial", "verdict"]
+    assert lines[1].startswith("samples  fail")
+    assert lines[2].startswith("    next: ")
+    assert lines[-1] == "1 fail, 0 note, 0 skipped, 1 pass"
+    assert "<td><b>fail</b></td><td><code>2</code></td>" in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"model": 3}, "check(model=...): got int"),
+        ({"loss": None}, "check(loss=...): got NoneType"),
+        ({"batches": []}, "got no batch"),
+        ({"only": ["nothing"]}, "got the trial 'nothing', expected some of causality"),
+        ({"skip": ["nothing"]}, "got the trial 'nothing'"),
+        ({"trials": [object]}, "got object, expected a flowscope.trials.Trial"),
+        ({"trials": [Named, Named]}, "'large_gradient' is borne twice"),
+    ],
+)
+def test_a_wrong_call_says_what_was_expected(arguments: dict[str, Any], says: str) -> None:
+    given = {"model": classifier(), "loss": class_loss, "batches": rows(), **arguments}
+    with pytest.raises(flowscope.FlowscopeError, match="check") as error:
+        flowscope.check(**given)
+    assert says in str(error.value)
+
+
+def test_without_a_loss_that_is_one_number_all_is_skipped_with_the_reason() -> None:
+    report = flowscope.check(classifier(), lambda m, batch: 1.5, rows(), only=["gradient", "overfit", "samples"])
+    assert [f.status for f in report.findings] == ["skipped"] * 3
+    assert all("the loss is float" in f.message for f in report.findings)
+    assert report.status == 2
