@@ -1,4 +1,4 @@
-"""Trainable tensors in plain lists, dicts and attributes: an info that names them, a warning once a gradient is lost."""
+"""Trainable tensors in plain lists, dicts and attributes: an info names them, a warning once a gradient is lost."""
 
 from __future__ import annotations
 

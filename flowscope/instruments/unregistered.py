@@ -1,4 +1,4 @@
-"""Trainable tensors that modules keep in plain lists, dicts or attributes, where nobody but their own code finds them."""
+"""Trainable tensors that modules keep in plain lists, dicts or attributes, where only their own code finds them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ DEEPEST = 3
 """A list in a dict in an attribute."""
 LONGEST = 1024
 """Longer containers hold data."""
+WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._")
+"""Modules of torch that keep books on others."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -73,7 +75,7 @@ class Unregistered(Instrument):
 
 
 def unregistered(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
-    """The trainable leaf tensors that attributes of the user's modules hold and no module has registered, by path.
+    """The trainable leaf tensors that attributes of modules hold and no module has registered, by path.
 
     Args:
         modules: (path, module) of all modules of the model.
@@ -84,7 +86,7 @@ def unregistered(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Tensor]:
         seen |= {id(p) for p in (*module._parameters.values(), *module._buffers.values())}
     found: dict[str, Tensor] = {}
     for path, module in held:
-        if type(module).__module__.startswith("torch."):
+        if type(module).__module__.startswith(WRAPPERS):
             continue
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE:
