@@ -578,3 +578,24 @@ def test_a_delayed_actor_is_judged_on_the_steps_of_its_own_optimizer(delay: int,
                 of_t.step()
     places = [a.where.partition(".")[0] for a in serious(scope) if a.kind == "no_gradient"]
     assert places == (["actor"] if cut else [])
+
+
+def test_modules_that_are_asked_to_tell_may_be_compiled() -> None:
+    """A hook that comes after the first graph is traced into the next one, and does nothing there."""
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.side = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) + self.side(x).detach()
+
+    model = Spare()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config=QUIET) as scope:
+        for _ in range(12):  # the eleventh step is the first of the graph without samples
+            usual(compiled, optimizer, *data())
+    assert len(scope.records) == 11
+    assert not scope._faults.failed

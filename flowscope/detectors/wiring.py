@@ -140,7 +140,8 @@ class NoGradient(Detector):
                 cause="ungraphed",
             )  # fmt: skip
         if held is not None:
-            missing = missing & ~(unreached(held) & (held.waiting >= NEVER_STEPS))  # `Unreached` tells of these
+            # `Unreached` tells of those that run, or wait for long
+            missing = missing & ~(unreached(held) & ((held.called == 1) | (held.waiting >= NEVER_STEPS)))
         if not missing.any():
             return
         name, count = parameter_name(record, header, int(np.argmax(missing))), int(missing.sum())

@@ -18,6 +18,7 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import is_compiling
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
 from flowscope.torch_internals import in_backward, is_compiled, next_backward
@@ -57,7 +58,7 @@ class Reach(Instrument):
         """By number, the parameters without gradient so far: how many steps found none."""
         self._of: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         """Those that an optimizer holds."""
-        self._called: dict[int, list[Any]] = {}
+        self._called: dict[int, Asked] = {}
         self._eager = self._left = self._found = False
         self._backwards = (-1, np.nan)
         """The number of the last backward pass looked at, and how many there were since the look before."""
@@ -120,7 +121,9 @@ class Reach(Instrument):
             waiting, called = np.zeros(self._known), np.full(self._known, np.nan)
             for i, steps in self._waiting.items():
                 waiting[i] = steps
-                called[i] = self._called[i][0] if i in self._called else np.nan
+                # in compiled code a new hook never fires
+                asked = self._called.get(i)
+                called[i] = 1.0 if asked and asked.ran else 0.0 if asked and self._eager else np.nan
             found |= {"param_waiting": (waiting, names), "param_called": (called, names)}
         return Taken(self.name, [], partial(self._read, found), joined=partial(self._look, found))
 
@@ -142,20 +145,16 @@ class Reach(Instrument):
 
     def _ask_modules(self) -> None:
         """Let the modules of parameters that wait tell when they run; those that have told are asked no more."""
-        for i, asked in self._called.items():
-            if asked[0] == 1 or i not in self._waiting:
-                for handle in asked[1:]:
-                    self._hooks.remove(handle)
-                del asked[1:]
-        if not self._eager:  # compiled code has no place for a new hook
-            return
+        for asked in self._called.values():
+            if asked.handle is not None and asked.ran:
+                self._hooks.remove(asked.handle)
+                asked.handle = None
         compiled = [path for path, module in self._tree.modules if is_compiled(module)]
         for i, steps in self._waiting.items():
             path = self._parameters.path(i)
             if steps and i not in self._called and not any(f"{path}.".startswith(f"{c}.") or not c for c in compiled):
-                told: list[Any] = [0.0]
-                told.append(self._hooks.before(self._parameters.holder(i), self.fuse, partial(_ran, told)))
-                self._called[i] = told
+                self._called[i] = asked = Asked()
+                asked.handle = self._hooks.before(self._parameters.holder(i), self.fuse, asked.told)
 
     def _read(self, found: dict[str, tuple[Array, list[str]]], out: RecordBuilder, parts: list[Array]) -> None:
         del parts
@@ -169,5 +168,13 @@ class Reach(Instrument):
         self._hooks.turns.heard = lambda optimizer, begins: None
 
 
-def _ran(told: list[Any], *args: Any) -> None:
-    told[0] = 1.0
+class Asked:
+    """Whether a module has run since it was asked to tell."""
+
+    def __init__(self) -> None:
+        self.ran, self.handle = False, None
+
+    def told(self, *args: Any) -> None:
+        """It runs. In compiled code a hook that came later may be traced, and does nothing there."""
+        if not is_compiling():
+            self.ran = True

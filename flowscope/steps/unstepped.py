@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -28,9 +29,7 @@ class Unstepped:
     def __init__(self, own: OwnOptimizers, turns: Turns, some: Callable[[], Iterable[Tensor | None]]) -> None:
         self._calls, self._version = 0, -1
         self._some = some
-        self.reason: Callable[[], str] = lambda: _reason(
-            [type(optimizer).__name__ for optimizer in own.known], turns.foreign
-        )
+        self.reason: Callable[[], str] = lambda: _reason(own.known, turns)
         """Why no step has ended."""
 
     def called(self) -> None:
@@ -50,11 +49,12 @@ class Unstepped:
             LOGGER.warning("flowscope: closed without a record: %s", told)
 
 
-def _reason(known: list[str], foreign: int) -> str:
+def _reason(known: Sequence[Any], turns: Turns) -> str:
     if not known:
         return "no optimizer of this model has stepped and scope.step() was not called, so that no step has ended"
-    others = f", while another optimizer made {foreign} steps" if foreign else ""
-    return (
-        f"the optimizer given to watch ({', '.join(known)}) has not stepped{others}, and nothing is recorded until it "
-        "does: is optimizer.step() called, with its parentheses?"
-    )
+    waits = ", ".join(type(optimizer).__name__ for optimizer in known if not turns.of(optimizer))
+    told = f"the optimizer {waits} has not stepped" if waits else "the optimizer's step was begun and has not ended"
+    if waits and turns.now:
+        told = f"a step ends with the last of the {len(known)} optimizers, and {told}"
+    others = f" (another model's made {turns.foreign} steps)" if turns.foreign else ""
+    return f"{told}{others}, and nothing is recorded until it does: is optimizer.step() called, with its parentheses?"
