@@ -167,6 +167,42 @@ def test_calls_are_compared_where_their_results_meet_in_one_loss(width: int, los
     assert seen(net(width), loss)[0]["loss_compares"].tolist() == [compares]
 
 
+class Twins(nn.Module):
+    """Both views in one forward, which returns the embeddings, or the loss of them."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.encoder, self.inside = net(C), inside
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        both = self.encoder(x), self.encoder(y)
+        return functional.mse_loss(*both) if self.inside else both
+
+
+def test_what_one_forward_returns_may_be_compared_and_a_loss_of_the_models_own_cannot_tell() -> None:
+    def outside(model: nn.Module) -> Tensor:
+        return functional.mse_loss(*model(X, OTHER))
+
+    assert seen(Twins(inside=False), outside)[0]["loss_compares"].tolist() == [1]
+    own = seen(Twins(inside=True), lambda m: m(X, OTHER))[0]["loss_compares"]
+    assert own[0] != own[0]
+
+
+def test_a_model_that_computes_its_own_loss_shows_its_classes() -> None:
+    class Own(nn.Module):
+        def __init__(self, *, logits: bool) -> None:
+            super().__init__()
+            self.net, self.logits = net(C), logits
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = self.net(x)
+            loss = {"loss": functional.cross_entropy(out, LABELS)}
+            return {**loss, "logits": out} if self.logits else loss
+
+    for logits in (True, False):
+        assert seen(Own(logits=logits), lambda m: m(X)["loss"])[0]["loss_classes"].tolist() == [C]
+
+
 def test_micro_batches_and_an_agents_own_calls_are_not_compared() -> None:
     model = net(C)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -71,7 +71,7 @@ def calls_compared(view: FlowView) -> bool:
     the loss's graph was read have the calls alone.
     """
     calls, compares = view.get("forward_calls"), view.record.metrics.get("loss_compares")
-    return calls is not None and calls[-1] >= COMPARED_CALLS and (compares is None or compares[0] == 1)
+    return calls is not None and calls[-1] >= COMPARED_CALLS and (compares is None or compares[0] != 0)
 
 
 def learn_start(view: FlowView, first: dict[str, Array], metric: str = "sample_cosine") -> None:
@@ -297,7 +297,8 @@ class ConstantOutput(Limit):
     """
 
     kind, metric, below, row, level = "constant_output", "output_spread", "constant_output", "", OUTCOME
-    yields_to = frozenset({"representation_collapse", "rank_collapse"})
+    # a broadcast loss is told under the same kind
+    yields_to = frozenset({"representation_collapse", "rank_collapse", "constant_output"})
     shown_by = ("output_spread", "sample_cosine")
     records = "baseline_records"
     message = (

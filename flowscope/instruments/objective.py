@@ -28,6 +28,8 @@ from flowscope.torch_internals import axis_of, backward_under_way, begun_from, o
 NODES = 256
 """So many operations between loss and output are looked at, at most."""
 
+OUTPUTS = 4
+"""So many tensors of what a model returns may be compared with each other."""
 PARTS = 16
 """A model of more parts than this is no set of nets."""
 
@@ -111,7 +113,9 @@ class Objective(Instrument):
         self._direct: frozenset[int] = frozenset()
         """The outputs that the loss of the pass under way is made of."""
         self._through: set[str] = set()
-        self._updated = self._arrived_here = self._rivals = self._foreign = self._inside = False
+        self._inside_loss = False
+        """Whether the model returned a single number: the loss, or a part of it."""
+        self._updated = self._arrived_here = self._rivals = self._inside = False
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what the root returns."""
@@ -132,11 +136,19 @@ class Objective(Instrument):
     def _after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_compiling() or self._inside or self._switch.paused:
             return
-        x = next((x for x in floating_tensors(output) if x.grad_fn is not None), None)
-        if x is not None and (number := sequence_number(x.grad_fn)) < UNCOUNTED:
-            # numbers, not nodes: a forward without backward must not live longer
-            self._ends[number] = int(x.shape[-1]) if x.dim() > 1 else 1
-            self._hooks.on_gradient(x, self.fuse, partial(self._arrived, path, number), "objective")
+        # numbers, not nodes: a forward without backward must not live longer
+        found = [x for x in floating_tensors(output) if x.grad_fn is not None]
+        numbers = [sequence_number(x.grad_fn) for x in found[:OUTPUTS]]
+        for x, number in zip(found, numbers, strict=False):
+            if not x.dim():
+                self._inside_loss = True
+            elif number < UNCOUNTED:
+                self._ends[number] = int(x.shape[-1]) if x.dim() > 1 else 1
+        if numbers and numbers[0] < UNCOUNTED:
+            # of several outputs any may be what the loss is made of: the first to arrive is looked at
+            for x, number in zip(found, numbers, strict=False):
+                arrived = partial(self._arrived, path, number)
+                self._hooks.on_gradient(x, self.fuse, arrived, ("objective", number))
 
     def _arrived(self, path: str, number: int, gradient: Tensor) -> None:
         del gradient
@@ -158,7 +170,7 @@ class Objective(Instrument):
         self._rivals |= second
         if len(roots) == 1 and (second or self._seen is None):
             graph = read_graph(roots[0], self._ends)
-            self._direct = graph.ends
+            self._direct, graph.inside = graph.ends, self._inside_loss
             self._seen = self._seen or graph
 
     def before_update(self, *, updating: bool) -> None:
@@ -168,14 +180,14 @@ class Objective(Instrument):
 
     def take(self) -> Taken:
         """No tensors: what the graph said."""
-        told = partial(self._read, self._seen, self._rivals or self._foreign, sorted(self._through))
-        self._foreign = False
+        told = partial(self._read, self._seen, self._rivals, sorted(self._through))
+        self._rivals = False
         self._forget()
         return Taken(self.name, [], told)
 
     def drop(self) -> None:
         """What was deposited belongs to no step of ours; a backward pass among it to another model's optimizer."""
-        self._foreign |= self._arrived_here
+        self._rivals |= self._arrived_here
         self._forget()
 
     def discard(self) -> None:
@@ -183,8 +195,8 @@ class Objective(Instrument):
         self._seen = None
 
     def _forget(self) -> None:
-        self._ends, self._seen, self._through = {}, None, set()
-        self._updated = self._arrived_here = self._rivals = False
+        self._ends, self._seen, self._through, self._inside_loss = {}, None, set(), False
+        self._updated = self._arrived_here = False
 
     @staticmethod
     def _read(
@@ -197,11 +209,9 @@ class Objective(Instrument):
             out.add("other_losses", np.ones(1), ("",))
         if graph is None:
             return
-        found = {
-            "loss_classes": graph.classes,
-            "loss_misfit": float(graph.misfit),
-            "loss_compares": float(graph.compares),
-        }
+        # a loss that the model computes itself does not show what it is made of
+        compares = float("nan") if graph.inside else float(graph.compares)
+        found = {"loss_classes": graph.classes, "loss_misfit": float(graph.misfit), "loss_compares": compares}
         for name, value in found.items():
             out.add(name, np.array([value]), ("",))
         if graph.broadcast is not None:
@@ -232,6 +242,7 @@ class ObjectiveGraph:
         compares: whether outputs of several calls meet before they are summed up.
         choices: C of each choice among classes.
         ends: the outputs that the loss is made of, by their nodes' numbers.
+        inside: the model itself returned the loss, or a part of it.
     """
 
     classes: float = float("nan")
@@ -240,6 +251,7 @@ class ObjectiveGraph:
     compares: bool = False
     choices: list[int] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
+    inside: bool = False
 
 
 def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
@@ -247,7 +259,8 @@ def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
 
     Args:
         root: the loss's node.
-        ends: the number of each output's node in this step -> the size of its last axis (1: one value a sample).
+        ends: the number of each output's node in this step -> the size of its last axis (1: one value a sample)
+            none where the model returns nothing but the loss.
     """
     out = ObjectiveGraph()
     reached: dict[int, frozenset[int]] = {}
@@ -282,7 +295,7 @@ def _between(root: Any, ends: dict[int, int]) -> Iterator[tuple[Any, list[Any]]]
 
     What is older than the first output leads to none of them.
     """
-    oldest = min(ends, default=UNCOUNTED)
+    oldest = min(ends, default=0)
     parents: dict[int, list[Any]] = {id(root): []}
     found, waiting = [root], [root]
     while waiting and len(found) < NODES:
