@@ -48,7 +48,7 @@ NET: dict[str, dict[str, Flows]] = {
     "vae": {"net": ("fc1 > fc4 x4",)},
     "vision_transformer": {"net": ("encoders.0:input > encoders.3 x5",)},
     "wgan_gp": {"critic": ("1 > 4 x3",), "generator": ("1 > 4 x3",)},
-    "word_language_model": {"net": ("rnn > rnn x10",)},
+    "word_language_model": {"net": ("rnn#0 > rnn#9 x10", "rnn#0 > rnn#9 x10")},
 }
 """Script -> net -> its flows, each as "FIRST > LAST xPOINTS"."""
 

@@ -1,4 +1,4 @@
-"""Two of the public training scripts (`make scripts` runs all): two nets with their own losses, and a grid of layers."""
+"""Two of the public training scripts (`make scripts` runs all): nets with their own losses, and a lone layer."""
 
 from __future__ import annotations
 

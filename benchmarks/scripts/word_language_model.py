@@ -23,7 +23,7 @@ def main():
     torch.manual_seed(1)
     source = text(16 * 511).view(16, -1).t().contiguous()
     model = RNNModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=20)
     for _ in range(10):
         hidden = tuple(torch.zeros(2, 16, 32) for _ in range(2))
         for i in range(0, 500, 10):
