@@ -511,7 +511,7 @@ PROGRAMS = [
         fault="without a balance loss nearly all rows go to one expert",
         kinds=frozenset({"expert_collapse"}),
         place=r"router|layers",
-        starts=5,
+        starts=1,
     ),
     Program(
         "mix_oversmoothing",
