@@ -507,7 +507,7 @@ PROGRAMS = [
         "switch routing with the auxiliary loss left out",
         router_collapse,
         bar=-0.5,
-        low=-0.8,
+        low=-0.6,
         fault="without a balance loss nearly all rows go to one expert",
         kinds=frozenset({"expert_collapse"}),
         place=r"router|layers",
