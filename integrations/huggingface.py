@@ -6,12 +6,13 @@ trainer = transformers.Trainer(model, args, callbacks=[FlowscopeCallback(log_dir
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 import flowscope
-from flowscope.errors import FlowscopeError
+from flowscope.errors import CannotJudgeError, FlowscopeError
 from flowscope.faults import is_off
 from flowscope.integrations.model_loss import ModelLoss
 from flowscope.integrations.trainer import TrainerWatch
@@ -44,13 +45,17 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         every: as in `flowscope.watch`.
         on_alert: as in `flowscope.watch`; `StopTraining` ends the training like `stop_on`.
         stop_on: alert kinds ("vanishing_gradient") or severities ("error") that set `control.should_training_stop`.
+        check: make the trials of `flowscope.check` on a copy of the model and of its first three inputs, and print what
+            they find; the training, its loader and its random numbers stay as they are.
         **watch_options: passed on to `flowscope.watch`.
 
     Attributes:
         scope: the `flowscope.Scope` of the current training, or of the last one; None before.
+        check_report: what the trials of the last training found; None before.
     """
 
     _stop_asked = False
+    _inputs: Any = None
     _loss: ModelLoss | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -75,6 +80,9 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
         scope = self._watch(model, known, self._ask_stop, scaler=scaler)
         self._loss = None if is_off() else ModelLoss(model)
+        self._await_batches(_own_loss)
+        if self._passing is not None:
+            self._inputs = model.register_forward_pre_hook(self._called, with_kwargs=True)
         # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours
         callbacks: Any = state.stateful_callbacks
         saved = callbacks.setdefault(type(self).__name__, self.state())
@@ -111,13 +119,27 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     ) -> TrainerControl:
         """Stop, if an alert asked for it."""
         control.should_training_stop |= self._stop_asked
+        self._try_inputs(**kwargs)
         return control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detach and finish the files."""
+        """Make the trials, if there was no time for them before; detach and finish the files."""
+        self._try_inputs(**kwargs, last=True)
         self.close()
+
+    def _called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._passing is not None and model.training and torch.is_grad_enabled():
+            self._passing.saw(kwargs)
+
+    def _try_inputs(self, *, model: nn.Module, optimizer: Any, last: bool = False, **kwargs: Any) -> None:
+        if self._passing is not None and (last or self._passing.full):
+            if self._inputs is not None:
+                self._inputs.remove()
+                self._inputs = None
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self._try_batches(model, [inner] if isinstance(inner, torch.optim.Optimizer) else [], last=last)
 
     def close(self) -> None:
         """Detach and finish the files; the Trainer has no event for a training that ends by an exception."""
@@ -145,6 +167,14 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
 
     def _ask_stop(self, alert: Alert) -> None:
         self._stop_asked = True
+
+
+def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """The loss that a model returns for its inputs."""
+    loss = getattr(model(**inputs), "loss", None)
+    if loss is None:
+        raise CannotJudgeError("the model returns no loss of its own")
+    return cast(torch.Tensor, loss)
 
 
 def _is_json(value: Any) -> bool:

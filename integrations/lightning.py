@@ -5,13 +5,15 @@ trainer = lightning.pytorch.Trainer(callbacks=[FlowscopeCallback(on_alert=print,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowscope.errors import FlowscopeError
+from flowscope.errors import CannotJudgeError, FlowscopeError
 from flowscope.integrations.trainer import TrainerWatch
 from flowscope.records import Alert
 
@@ -40,10 +42,13 @@ class FlowscopeCallback(TrainerWatch, Callback):
         on_alert: as in `flowscope.watch`; `StopTraining` ends the fit like `stop_on`.
         stop_on: alert kinds ("vanishing_gradient") or severities ("error") that end the fit after the current step, one
             or several.
+        check: make the trials of `flowscope.check` on a copy of the module and of the first three batches, and print
+            what they find; the training, its loader and its random numbers stay as they are.
         **watch_options: passed on to `flowscope.watch`.
 
     Attributes:
         scope: the `flowscope.Scope` of the current fit, or of the last one; None before.
+        check_report: what the trials of the last fit found; None before.
     """
 
     _restored: dict[str, Any] | None = None
@@ -61,6 +66,7 @@ class FlowscopeCallback(TrainerWatch, Callback):
             trainer.should_stop = True
 
         self._close()
+        self._await_batches(_training_loss, partial(_silent, trainer))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # a scaler has multiplied the loss before `on_before_backward`
         self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
@@ -75,6 +81,15 @@ class FlowscopeCallback(TrainerWatch, Callback):
         if self._loss_comes_early:
             self._hand_over(trainer, pl_module, loss)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Copy one of the first batches, where trials are asked for."""
+        if self._passing is not None:
+            self._passing.saw(batch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the trials where fewer batches passed than they are given."""
+        self._try_batches(pl_module, trainer.optimizers, last=True)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -84,6 +99,8 @@ class FlowscopeCallback(TrainerWatch, Callback):
             self.scope.step()  # the step has its loss: the next one belongs to the next
         elif isinstance(loss, torch.Tensor):
             self._hand_over(trainer, pl_module, loss)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._try_batches(pl_module, trainer.optimizers)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Detach and finish the files when the fit ends by an exception or Ctrl-C."""
@@ -120,3 +137,20 @@ class FlowscopeCallback(TrainerWatch, Callback):
     def _close(self) -> None:
         if self.scope is not None:
             self.scope.close()
+
+
+def _silent(trainer: Trainer, module: Any) -> None:
+    """Give the copy of a module the trainer, which copies lack, and let it log nothing."""
+    module.trainer = trainer
+    module.log = module.log_dict = lambda *args, **kwargs: None
+
+
+def _training_loss(module: Any, batch: Any) -> torch.Tensor:
+    """What `training_step` returns for a batch."""
+    if not module.automatic_optimization:
+        raise CannotJudgeError("the module optimizes by hand: its training_step is no loss")
+    number = [0] if len(inspect.signature(module.training_step).parameters) > 1 else []
+    with module.trainer.precision_plugin.train_step_context():
+        out = module.training_step(batch, *number)
+    loss: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out
+    return loss

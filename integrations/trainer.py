@@ -6,7 +6,7 @@ step, with its checkpoints and reports; an exception out of its `optimizer.step(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch import nn
 import flowscope
 from flowscope.arguments import alert_callbacks, listed
 from flowscope.errors import StopTraining
+from flowscope.faults import is_off
 from flowscope.records import Alert, Event
+from flowscope.trials.bench import Loss
+from flowscope.trials.passing import Passing
 
 AlertAction = Callable[[Alert], object]
 
@@ -29,10 +32,12 @@ class TrainerWatch:
         every: likewise.
         on_alert: likewise; `StopTraining` ends the run like `stop_on`.
         stop_on: alert kinds or severities that end it.
+        check: make the trials of `flowscope.check` on a copy of the model and of the first batches, and print them.
         **watch_options: passed on to `flowscope.watch`.
 
     Attributes:
         scope: of the current run, or of the last one; None before.
+        check_report: what the trials found; None before.
     """
 
     def __init__(
@@ -42,9 +47,13 @@ class TrainerWatch:
         every: int | Callable[[int], bool] = 10,
         on_alert: AlertAction | Iterable[AlertAction] | None = None,
         stop_on: str | Iterable[str] | None = None,
+        check: bool = False,
         **watch_options: Any,
     ) -> None:
         self.scope: flowscope.Scope | None = None
+        self.check_report: flowscope.CheckReport | None = None
+        self._check = check
+        self._passing: Passing | None = None
         self._mode = mode
         self._options = {"log_dir": log_dir, "every": every, **watch_options}
         self._on_alert, self._stop_on = alert_callbacks(on_alert), listed(stop_on)
@@ -59,6 +68,16 @@ class TrainerWatch:
         options = with_stop(self._options | options, stop, self._on_alert, self._stop_on)
         self.scope = flowscope.watch(model, optimizer, **options)
         return self.scope
+
+    def _await_batches(self, loss: Loss, ready: Callable[[nn.Module], object] = lambda model: None) -> None:
+        """Begin to copy batches for the trials, if asked to."""
+        self._passing = Passing(loss, ready) if self._check and not is_off() else None
+
+    def _try_batches(self, model: nn.Module, optimizers: Sequence[Any], *, last: bool = False) -> None:
+        """Make the trials where there are batches enough, or will be no more; right after a step, and once."""
+        if self._passing is not None and (self._passing.full or last):
+            passing, self._passing = self._passing, None
+            self.check_report = passing.check(model, optimizers)
 
 
 class StopSink:

@@ -121,6 +121,23 @@ def gradients(state: dict[str, Tensor], *micro_batches: Tensor) -> tuple[list[fl
     return list(np.sqrt(squares)), norms, total
 
 
+def test_the_first_inputs_are_tried_and_the_training_is_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = FlowscopeCallback(check=True)
+    bare, tried = make_trainer(tmp_path / "bare"), make_trainer(tmp_path / "tried", callback)
+    bare.train()
+    tried.train()
+    assert logged_losses(bare) == logged_losses(tried)
+    for (name, a), b in zip(bare.model.named_parameters(), tried.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    report = callback.check_report
+    assert report is not None
+    statuses = {finding.trial: finding.status for finding in report.findings}
+    assert {statuses[name] for name in ("causality", "samples", "gradient", "data", "saving")} == {"pass"}
+    assert capsys.readouterr().out.count(str(report)) == 1
+
+
 def test_records_are_those_of_a_bare_loop_before_clipping_and_after(tmp_path: Path) -> None:
     callback, model = FlowscopeCallback(every=1), make_model()
     batches, states = record_batches(model)

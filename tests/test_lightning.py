@@ -111,6 +111,24 @@ def test_gradient_norms_are_those_of_a_bare_loop() -> None:
         optimizer.step()
 
 
+def test_the_first_batches_are_tried_and_the_training_is_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    bare, tried, drawn = make_model(), make_model(), []
+    for model, callbacks in ((bare, []), (tried, [FlowscopeCallback(check=True)])):
+        torch.manual_seed(3)
+        make_trainer(*callbacks).fit(model, data())
+        drawn.append(torch.rand(1))
+    assert bare.losses == tried.losses
+    assert torch.equal(*drawn)
+    for (name, a), b in zip(bare.named_parameters(), tried.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    report = callbacks[0].check_report
+    assert report is not None
+    statuses = {finding.trial: finding.status for finding in report.findings}
+    assert {statuses[name] for name in ("samples", "gradient", "update", "saving", "data", "signal")} == {"pass"}
+    assert capsys.readouterr().out.count(str(report)) == 1
+    assert tried.trainer.callback_metrics.keys() == bare.trainer.callback_metrics.keys()
+
+
 def test_training_is_unchanged() -> None:
     bare, watched = make_model(), make_model()
     make_trainer().fit(bare, data())

@@ -35,6 +35,7 @@ from trial_models import (
 )
 
 import flowscope
+import flowscope.testing
 from flowscope.trials.bench import Bench, Step
 from flowscope.trials.built_in import NAMES
 from flowscope.trials.sitting import chosen, run_trials
@@ -376,3 +377,12 @@ def test_without_a_loss_that_is_one_number_all_is_skipped_with_the_reason() -> N
     assert [f.status for f in report.findings] == ["skipped"] * 3
     assert all("the loss is float" in f.message for f in report.findings)
     assert report.status == 2
+
+
+def test_assert_trains_is_silent_or_raises_the_report() -> None:
+    assert flowscope.testing.assert_trains(classifier(), class_loss, rows(), only=["samples"]).ok
+    bad = classifier(MixesSamples(True))
+    with pytest.raises(AssertionError, match=r"Sequential does not train as it should:\ntrial.*\nsamples  fail"):
+        flowscope.testing.assert_trains(bad, class_loss, rows(), only=["samples"])
+    with pytest.raises(AssertionError, match="skipped"):
+        flowscope.testing.assert_trains(bad, class_loss, rows(), only=["accumulation"])

@@ -42,7 +42,7 @@ class Data(Trial):
 
     def _numbers(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
         for position, tensors in enumerate(zip(*batches, strict=False)):
-            floating = [x for x in tensors if x.is_floating_point() and x.numel()]
+            floating = [x for x in tensors if x.is_floating_point() and x.dim() and x.numel()]
             if not floating:
                 continue
             which = f"tensor {position} of the batch {list(floating[0].shape)}"
