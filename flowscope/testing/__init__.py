@@ -11,6 +11,6 @@ from __future__ import annotations
 from flowscope.testing.connection import check_connection
 from flowscope.testing.detector import check_detector
 from flowscope.testing.instrument import check_instrument
-from flowscope.testing.training import assert_trains
+from flowscope.testing.trained_model import assert_trains
 
 __all__ = ["assert_trains", "check_connection", "check_detector", "check_instrument"]
