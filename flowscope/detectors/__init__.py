@@ -31,6 +31,7 @@ from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, Vani
 from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossSpike
+from flowscope.detectors.lost_signal import NoSignal
 from flowscope.detectors.moments import StaleMoment
 from flowscope.detectors.plateau import LossMisfit, LossPlateau
 from flowscope.detectors.ranks import RankDesync
@@ -84,6 +85,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     ConstantOutput,
     Unmoved,
     UpdateTooSmall,
+    NoSignal,
     LossPlateau,
 )
 """In the order they are asked: by level, and in a level a cause before what it explains."""

@@ -1,0 +1,76 @@
+"""`no_signal`: a gradient that becomes exactly 0, in loops; from the start on it is `no_gradient`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowscope
+import flowscope.testing
+from flowscope.detectors.lost_signal import NoSignal
+
+STEPS, LOST_AT = 30, 15
+
+
+def told(loss: Callable[[nn.Module, int], Tensor], rate: float = 0.1) -> list[tuple[str, str, int]]:
+    """Alerts of a loop whose loss depends on the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            value = loss(model, step)
+            value.backward()
+            optimizer.step()
+            scope.step(loss=value)
+    return [(a.kind, a.severity, a.step) for a in scope.alerts if a.kind in ("no_signal", "no_gradient")]
+
+
+def rows(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(16, 4, generator=draw), torch.randint(3, (16,), generator=draw)
+
+
+def masked(model: nn.Module, step: int) -> Tensor:
+    """Targets without pattern, so that the loss does not fall; then the mask is empty for good."""
+    x, y = rows(step)
+    return (F.cross_entropy(model(x), y, reduction="none") * (step < LOST_AT)).mean()
+
+
+def hinge(model: nn.Module, step: int) -> Tensor:
+    """An output of 1 or more costs nothing: the last bias alone gets there in ten steps of .1."""
+    return F.relu(1 - model(rows(0)[0])[:, 0]).mean()
+
+
+def test_a_mask_that_becomes_empty_is_a_warning_after_three_records() -> None:
+    assert told(masked) == [("no_signal", "warning", LOST_AT + 2)]
+
+
+def test_a_margin_that_is_kept_is_an_info() -> None:
+    (alert,) = told(hinge)
+    assert alert[:2] == ("no_signal", "info")
+
+
+def test_batches_without_signal_between_others_say_nothing() -> None:
+    assert told(lambda model, step: masked(model, 0) * (step % 3 == 0)) == []
+
+
+def test_a_loss_of_zero_with_a_gradient_says_nothing() -> None:
+    def policy(model: nn.Module, step: int) -> Tensor:
+        x, y = rows(step)
+        chance = model(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        return -((chance - chance.detach()).exp() - 1).mul(x[:, 0]).mean()
+
+    assert told(policy) == []
+
+
+def test_from_the_start_on_it_is_no_gradient() -> None:
+    assert [kind for kind, _, _ in told(lambda model, step: masked(model, LOST_AT))] == ["no_gradient"]
+
+
+def test_the_detector_keeps_what_detectors_promise() -> None:
+    flowscope.testing.check_detector(NoSignal)
