@@ -47,11 +47,13 @@ class Verdict:
             if re.search(self.case.where, one["where"] or "") and re.search(self.case.says, one["message"], re.I)
         ]
 
-    def false(self) -> list[dict[str, Any]]:
-        """Return what is false on a healthy twin: every fail, and the very note that tells the fault."""
-        return [one for one in self.findings if one["status"] == "fail"] + [
-            one for one in self.at_place() if one["status"] == "note"
-        ]
+    def fails(self) -> list[dict[str, Any]]:
+        """Return every fail: on a healthy twin each is false."""
+        return [one for one in self.findings if one["status"] == "fail"]
+
+    def same_note(self) -> bool:
+        """Return whether a note says of a healthy twin what it says of the faulty program."""
+        return any(one["status"] == "note" for one in self.at_place())
 
 
 def judge(case: Case, faulty: bool) -> Verdict:
@@ -91,11 +93,12 @@ def table(pairs: Iterable[tuple[Verdict, Verdict]]) -> str:
         sum(bool(which(faulty)) for faulty, _ in pairs)
         for which in (Verdict.counting, Verdict.by_trial, Verdict.at_place)
     )
-    twins = sum(bool(healthy.false()) for _, healthy in pairs)
+    fails = sum(bool(healthy.fails()) for _, healthy in pairs)
+    notes = sum(healthy.same_note() for _, healthy in pairs)
     errors = sum(bool(one.wrong) for pair in pairs for one in pair)
     lines = [
         f"{count} faults: found {found}, by the right trial {trial}, at the right place {place}; "
-        f"twins with a false finding {twins}; programs with an error {errors}; "
+        f"twins with a fail {fails}, with the same note {notes}; programs with an error {errors}; "
         f"{sum(one.seconds for pair in pairs for one in pair):.0f} s",
         "",
         "| program | trial | found | by | place | twin |",
@@ -105,7 +108,8 @@ def table(pairs: Iterable[tuple[Verdict, Verdict]]) -> str:
         best = (faulty.at_place() or faulty.by_trial() or faulty.counting() or [None])[0]
         how = "yes" if faulty.at_place() else "trial" if faulty.by_trial() else "other" if best else "no"
         where = "-" if best is None else best["where"] or "whole"
-        false = ", ".join(sorted({one["trial"] for one in healthy.false()})) or "clean"
+        false = ", ".join(sorted({one["trial"] for one in healthy.fails()}))
+        false = false or ("same note" if healthy.same_note() else "clean")
         told = "-" if best is None else f"{best['trial']} ({best['status']})"
         lines.append(f"| {faulty.case.name} | {', '.join(faulty.case.trials)} | {how} | {told} | {where} | {false} |")
     return "\n".join(lines)
