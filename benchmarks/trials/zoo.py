@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from transformers.models.auto import modeling_auto
 
 import flowscope
 from benchmarks.trials.case import padded
-from benchmarks.zoo import LARGEST, SIZES, architectures, build, logits_of, time_limit
+from benchmarks.zoo import LARGEST, MAPPINGS, SIZES, build, logits_of, time_limit
 
 TRIALS = "causality,samples,padding,recomputation,determinism,train_eval,saving,labels,loss_start"
 SECONDS = 60
@@ -50,8 +50,13 @@ TORCHVISION = (
     "vit_b_16 wide_resnet50_2"
 )
 
+TRUE = {  # fails that are facts of the model, looked at one by one
+    "cpmant": "takes no mask: it counts the ids that are not 0 and lets them stand at the end (padding on the left)",
+}
+
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]
+Built = tuple[nn.Module, Loss, list[Batch]]
 
 
 @dataclass
@@ -108,14 +113,22 @@ def outer_loss(task: str, model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100)
 
 
-def text_model(task: str, model_class: Any, config_class: Any) -> tuple[nn.Module, Loss, list[Batch]]:
+def shifts_itself(model: nn.Module, batch: Batch) -> bool:
+    """Return whether a decoder's own loss moves the labels: a few leave that to the collator (BartForCausalLM)."""
+    model.eval()
+    with torch.no_grad():
+        own, unmoved = own_loss(model, batch), outer_loss("masked", model, batch)
+    return not torch.allclose(own.float(), unmoved, rtol=1e-4)
+
+
+def text_model(task: str, model_class: Any, config_class: Any) -> Built:
     """Return a tiny model, its loss and batches that it runs on: the fullest set of inputs that works."""
     model, inputs = build(model_class, config_class)
-    model.train()
     generator = torch.Generator().manual_seed(1)
     errors = []
     for optional in (("attention_mask",), ()):
         for loss in (own_loss, partial(outer_loss, task)):
+            model.train()
             names = {*inputs, "labels", *optional} - ({"attention_mask"} if not optional else set())
             batches = [text_batch(task, generator, names) for _ in range(3)]
             try:
@@ -124,9 +137,11 @@ def text_model(task: str, model_class: Any, config_class: Any) -> tuple[nn.Modul
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
+            if loss is own_loss and task == "causal" and not shifts_itself(model, batches[0]):
+                continue
             if value.ndim == 0 and bool(value.isfinite()):
                 model.zero_grad(set_to_none=True)
-                return model, loss, batches
+                return model.train(), loss, batches
             errors.append(f"its loss is {value}")
     raise RuntimeError(errors[0])
 
@@ -142,7 +157,7 @@ def image_batches(height: int = 32) -> list[Batch]:
     ]
 
 
-def image_model(model_class: Any, config_class: Any) -> tuple[nn.Module, Loss, list[Batch]]:
+def image_model(model_class: Any, config_class: Any) -> Built:
     """Return an image classifier of transformers in the smallest configuration of the usual fields that runs."""
     errors = []
     for sizes in ({**SIZES, **IMAGE_SIZES}, IMAGE_SIZES, {"image_size": 32, "num_labels": LABELS}):
@@ -163,7 +178,7 @@ def image_model(model_class: Any, config_class: Any) -> tuple[nn.Module, Loss, l
     raise RuntimeError(errors[-1])
 
 
-def torchvision_model(name: str) -> tuple[nn.Module, Loss, list[Batch]]:
+def torchvision_model(name: str) -> Built:
     """Return one of torchvision's classifiers."""
     from torchvision import models
 
@@ -178,18 +193,30 @@ def torchvision_model(name: str) -> tuple[nn.Module, Loss, list[Batch]]:
     return model, loss, image_batches(size)
 
 
-def members(chosen: list[str]) -> Iterator[tuple[str, str, Callable[[], tuple[nn.Module, Loss, list[Batch]]]]]:
-    """Yield (name, task, how to build it)."""
-    for name, task, model_class, config_class in architectures(chosen):
-        yield name, task, partial(text_model, task, model_class, config_class)
-    for name, class_name in modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.items():
-        class_name = class_name if isinstance(class_name, str) else class_name[0]
-        if (not chosen or name in chosen) and hasattr(transformers, class_name):
-            config_class = type(transformers.AutoConfig.for_model(name))
-            yield name, "image", partial(image_model, getattr(transformers, class_name), config_class)
+def text_of(name: str, task: str, class_name: str) -> Built:
+    return text_model(task, getattr(transformers, class_name), config_of(name))
+
+
+def image_of(name: str, task: str, class_name: str) -> Built:
+    return image_model(getattr(transformers, class_name), config_of(name))
+
+
+def config_of(name: str) -> Any:
+    return type(transformers.AutoConfig.for_model(name))
+
+
+def members(names: list[str], tasks: list[str]) -> list[tuple[str, str, Callable[[], Built]]]:
+    """Return (name, task, how to build it) of all that are wanted, each class once; nothing is imported yet."""
+    images = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    found: dict[str, tuple[str, str, Callable[[], Built]]] = {}
+    for task, classes in {**MAPPINGS, "image": images}.items():
+        for name, class_name in classes.items():
+            class_name = class_name if isinstance(class_name, str) else class_name[0]
+            make = partial(image_of if task == "image" else text_of, name, task, class_name)
+            found.setdefault(class_name, (name, task, make))
     for name in TORCHVISION.split() if find_spec("torchvision") else ():
-        if not chosen or name in chosen:
-            yield name, "torchvision", partial(torchvision_model, name)
+        found[name] = (name, "torchvision", partial(torchvision_model, name))
+    return [one for one in found.values() if (not names or one[0] in names) and (not tasks or one[1] in tasks)]
 
 
 def judge(name: str, task: str, make: Callable[[], Any], trials: list[str]) -> Healthy:
@@ -219,14 +246,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.trials --zoo")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--task", default="")
+    parser.add_argument("--task", action="append", default=[])
+    parser.add_argument("--first", type=int, default=0, help="leave out as many")
     parser.add_argument("--trials", default=TRIALS)
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    chosen = [one for one in members(options.names) if not options.task or one[1] == options.task]
     rows = []
-    for name, task, make in chosen[:: options.every]:
+    for name, task, make in members(options.names, options.task)[options.first :: options.every]:
         try:
             with time_limit(SECONDS):
                 row = judge(name, task, make, options.trials.split(","))
@@ -234,8 +261,12 @@ def main(arguments: list[str]) -> int:
             row = Healthy(name, task, broken=str(error))
         rows.append(row)
         print(row, f"{row.seconds:.1f} s", "<--" if row.fails else "", flush=True)
-    failing, running = [row for row in rows if row.fails], [row for row in rows if not row.broken]
+    running = [row for row in rows if not row.broken]
+    failing = [row for row in running if row.fails and row.name not in TRUE]
     print(f"{len(rows)} models, {len(running)} run, {len(failing)} with a fail: {', '.join(r.name for r in failing)}")
+    for row in running:
+        if row.fails and row.name in TRUE:
+            print(f"a true fail: {row.name} {TRUE[row.name]}")
     for status in ("passed", "skipped"):
         counts = {trial: sum(trial in getattr(row, status) for row in running) for trial in options.trials.split(",")}
         print(f"{status}: " + ", ".join(f"{trial} {count}" for trial, count in counts.items()))
