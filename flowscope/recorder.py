@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flowscope._version import __version__
 from flowscope.arguments import AlertCallback
 from flowscope.config import WatchConfig
-from flowscope.detectors import Detector, DetectorSet
+from flowscope.detectors import Detector, DetectorSet, Finding
 from flowscope.errors import StopTraining
 from flowscope.faults import Faults
 from flowscope.hooks.canary import Canary
@@ -201,6 +201,16 @@ class Recorder:
         alerts = self.faults.guard("detectors", self.detectors.check, record, self.header) or []
         if alerts or self.detectors.coverage.records == TOLD_AFTER:
             self.tell_coverage()
+        self._send(alerts)
+
+    def tell(self, finding: Finding) -> None:
+        """Send on what is known before there is any record; as nothing has ended, it belongs to the first step."""
+        alerts = self.faults.guard("detectors", self.detectors.tell, finding, 0) or []
+        if alerts and not self._headed:
+            self.outlet.emit(self.header)
+        self._send(alerts)
+
+    def _send(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
             self.alerts.append(alert)
             self.outlet.emit(alert)

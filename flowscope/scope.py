@@ -158,7 +158,8 @@ class Scope:
         self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
         own = OwnOptimizers(model, given.optimizer)
         hooks.optimizers = lambda: own.known
-        self._unstepped = Unstepped(own, hooks.turns, lambda: view.parameters.some(3).values())
+        some, tell = (lambda: view.parameters.some(3).values()), self._recorder.tell
+        self._unstepped = Unstepped(own, hooks.turns, some, tell)
         driver = StepDriver(own, observation, self._recorder, self._count, given.schedule)
         if given.scaler is not None:
             driver.use_scaler(given.scaler)

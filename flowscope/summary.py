@@ -21,7 +21,8 @@ def summarize(
 ) -> str:
     """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, failed parts."""
     if not records:
-        return "\n".join([f"flowscope: no record yet.\n{plan}", *_switched_off(failed), _covered(header)])
+        told = [f"  {line}" for line in diagnose(alerts).splitlines()] if alerts else []
+        return "\n".join([f"flowscope: no record yet.\n{plan}", *told, *_switched_off(failed), _covered(header)])
     last = records[-1]
     loss = "" if last.loss is None else f", loss {last.loss:.4g}"
     lines = [f"flowscope: {len(records)} records, last at step {last.step}{loss}"]

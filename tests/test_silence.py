@@ -6,6 +6,8 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flowscope
 from flowscope.records import Alert
+from flowscope.sinks.jsonl import read_run
 
 QUIET = {"console": "off"}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
@@ -219,6 +222,51 @@ def test_an_optimizer_that_never_steps_is_told_of_at_once_and_at_the_end(caplog:
     assert "parentheses" in first
     assert "closed without a record" in last
     assert "parentheses" in scope.summary()
+
+
+def forgets_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step  # noqa: B018
+    return loss.detach()
+
+
+def test_an_optimizer_that_never_steps_is_an_alert_everywhere(tmp_path: Path) -> None:
+    heard: list[tuple[int, Alert]] = []
+    calls: list[int] = []
+
+    def step(*given: Any) -> Tensor:
+        calls.append(1)
+        return forgets_the_step(*given)
+
+    scope = trained(step, steps=6, log_dir=tmp_path, on_alert=lambda alert: heard.append((len(calls), alert)))
+    assert told(scope) == [("stale_parameters", "error", 0)]
+    assert [(call, alert.kind) for call, alert in heard] == [(3, "stale_parameters")]
+    assert "stale_parameters" in scope.summary()
+    assert read_run(tmp_path).alerts == scope.alerts
+
+
+def test_two_calls_without_a_step_are_told_when_the_scope_closes() -> None:
+    assert told(trained(forgets_the_step, steps=2)) == [("stale_parameters", "error", 0)]
+
+
+def test_an_alert_without_records_is_resolved_by_steps_and_can_be_muted() -> None:
+    calls: list[int] = []
+
+    def late(*given: Any) -> Tensor:
+        calls.append(1)
+        return (usual if len(calls) > 4 else forgets_the_step)(*given)
+
+    scope = trained(late)
+    assert [(a.kind, a.state) for a in scope.alerts] == [("stale_parameters", s) for s in ("raised", "resolved")]
+    torch.manual_seed(0)
+    model = mlp(6, 16, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    with flowscope.watch(model, optimizer, config={**QUIET, "mute": ["stale_parameters"]}) as muted:
+        for _ in range(4):
+            muted.step(forgets_the_step(model, optimizer, *data()))
+    assert muted.alerts == []
 
 
 def test_accumulation_is_no_forgotten_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,6 +171,13 @@ class DetectorSet:
                 alert.message += follows(alert, [other for other in self.standing if id(other) not in later])
         return out
 
+    def tell(self, finding: Finding, step: int) -> list[Alert]:
+        """The alerts of what is known where no record can come; it stands until records come without it."""
+        if self.coverage.mutes(_said(finding)):
+            return []
+        owner = next(detector.name for detector in self.detectors if detector.kind == finding.kind)
+        return self._ledger.update(owner, [finding], step)
+
     def _noted(self, detector: Detector, findings: list[Finding], record: Record) -> list[Finding]:
         """The findings that are not muted; what the detector could tell is noted."""
         told = any(finding.level != "unseen" for finding in findings) if findings else None

@@ -105,6 +105,14 @@ class StaleParameters(Detector):
         return bool((np.isnan(rate) | (expected > ROUNDING) | (norm == 0))[learning].any())
 
 
+def never_stepped(calls: int, reason: str) -> Finding:
+    """What is said without a record, as none can come: the loop ran so many times and no optimizer stepped."""
+    message = f"scope.step was called {calls} times and nothing was ever updated: {reason}"
+    advice = "call optimizer.step() after backward, with its parentheses"
+    kind = StaleParameters.kind
+    return Finding(kind, "", "error", calls, 0.0, message, advice, immediate=True, cause="unstepped")
+
+
 class GradientAccumulates(Limit):
     """Gradients of the steps before are still in `.grad` when a step's first gradient arrives: no zero_grad."""
 

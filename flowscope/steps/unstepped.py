@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flowscope.detectors import Finding
+from flowscope.detectors.stepping import never_stepped
 from flowscope.faults import LOGGER
 from flowscope.hooks.turns import Turns
 from flowscope.steps.optimizers import OwnOptimizers
@@ -24,11 +27,19 @@ class Unstepped:
         own: the optimizers of the model.
         turns: how often others have stepped.
         some: a few of the model's parameters.
+        tell: where the alert goes.
     """
 
-    def __init__(self, own: OwnOptimizers, turns: Turns, some: Callable[[], Iterable[Tensor | None]]) -> None:
+    def __init__(
+        self,
+        own: OwnOptimizers,
+        turns: Turns,
+        some: Callable[[], Iterable[Tensor | None]],
+        tell: Callable[[Finding], None],
+    ) -> None:
         self._calls, self._version = 0, -1
-        self._some = some
+        self._some, self._tell = some, tell
+        self._none = lambda: bool(own.known) and not turns.now
         self.reason: Callable[[], str] = lambda: _reason(own.known, turns)
         """Why no step has ended."""
 
@@ -36,17 +47,31 @@ class Unstepped:
         """`scope.step` was called, and no step had ended."""
         self._calls += 1
         # accumulation adds to a gradient in place; one that was cleared begins again
-        versions = [p.grad._version for p in self._some() if p is not None and p.grad is not None]
+        gradients = [p.grad for p in self._some() if p is not None and p.grad is not None]
+        versions = [gradient._version for gradient in gradients]
         grew, self._version = sum(versions) > self._version >= 0, sum(versions) if versions else -1
         if self._calls == (ACCUMULATED if grew else CALLS):
             LOGGER.warning("flowscope: no record after %d calls of scope.step: %s", self._calls, self.reason())
+        # a GradScaler that nobody knows of leaves out the first steps: asked once, as it waits for the device
+        if self._calls == ACCUMULATED or (self._calls == CALLS and not grew and all(map(_finite, gradients))):
+            self._alert()
+
+    def _alert(self) -> None:
+        if self._none():
+            self._tell(never_stepped(self._calls, self.reason()))
 
     def close(self, *, forwards: int, ended: bool) -> None:
         """The scope is closed after so many training forwards; nothing of the training is kept alive."""
         told = self.reason()
-        self._some, self.reason = tuple, lambda: told
         if not ended and (self._calls or forwards):
             LOGGER.warning("flowscope: closed without a record: %s", told)
+        if not ended and self._calls:
+            self._alert()
+        self._some, self.reason, self._none = tuple, lambda: told, lambda: False
+
+
+def _finite(gradient: Tensor) -> bool:
+    return bool(torch.isfinite(gradient).all())
 
 
 def _reason(known: Sequence[Any], turns: Turns) -> str:
