@@ -647,3 +647,35 @@ def test_modules_that_are_asked_to_tell_may_be_compiled() -> None:
             usual(compiled, optimizer, *data())
     assert len(scope.records) == 11
     assert not scope._faults.failed
+
+
+# -- tensors that are no longer the model's, or never were -------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Its head is its embedding [V, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_head_that_is_no_longer_tied_is_in_no_optimizer(lost: bool) -> None:
+    model, steps = Tied(), itertools.count()
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        if next(steps) == 5:
+            fresh = nn.Parameter(model.embedding.weight.detach().clone())
+            model.head.weight = fresh if lost else model.embedding.weight
+        return usual(net, optimizer, y, (y + 1) % 6)
+
+    scope = trained(step, model=model)
+    expected = [("parameters_not_optimized", "head")] if lost else []
+    assert [(a.kind, a.where) for a in serious(scope)] == expected
+    names = scope.records[-1].metric_labels["param_norm"]
+    assert list(names) == ["embedding.weight", *(["head.weight"] if lost else [])]

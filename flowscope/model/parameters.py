@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class ParameterList:
     def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
         self._places: list[tuple[nn.Module, str]] = []
+        self._ties: list[tuple[dict[str, Any], str, int]] = []
+        """Further places of parameters: what holds one, under which key, and the parameter's number."""
         self._paths: list[tuple[str, str]] = []
         self._now: list[Tensor | None] | None = None
         self.added: list[str] = []
@@ -40,11 +43,11 @@ class ParameterList:
         """By number; None where one is gone."""
         if self._now is not None:
             return self._now
-        return list(map(dict.get, self._holders, self._keys))
+        return list(map(dict.get, *self._slots))
 
     def at(self, number: int) -> Tensor | None:
         """One of them."""
-        return self._holders[number].get(self._keys[number])
+        return self._slots[0][number].get(self._slots[1][number])
 
     def holder(self, number: int) -> nn.Module:
         """The module that owns one of them."""
@@ -55,8 +58,8 @@ class ParameterList:
         return self._paths[number][0]
 
     def follow(self) -> list[Tensor | None]:
-        """The same, found again where modules were replaced."""
-        if self._tree.follow() != self._reads or self._lazy:
+        """The same, found again where modules were replaced, or a tied parameter is a tensor of its own by now."""
+        if self._tree.follow() != self._reads or self._lazy or self._untied():
             self._find_again()
         return self.current()
 
@@ -75,6 +78,9 @@ class ParameterList:
         chosen = range(0, len(self._places), -(-len(self._places) // count) or 1)
         return {i: self.at(i) for i in chosen}
 
+    def _untied(self) -> bool:
+        return any(held.get(key) is not self.at(number) for held, key, number in self._ties)
+
     def _find_again(self) -> None:
         self._now = None
         modules = self._tree.by_path
@@ -90,15 +96,19 @@ class ParameterList:
     def _find(self) -> None:
         """Add what the model holds and is not known yet, behind what is known: numbers stay what they are."""
         self._index()
-        seen = {id(parameter) for parameter in self.current()}
-        self._lazy = False
+        seen = {id(parameter): i for i, parameter in enumerate(self.current()) if parameter is not None}
+        self._lazy, self._ties = False, []
         for path, module in self._tree.modules:
             for key, parameter in module._parameters.items():
                 self._lazy = self._lazy or isinstance(parameter, nn.parameter.UninitializedParameter)
-                if parameter is not None and id(parameter) not in seen and _floating(parameter):
-                    seen.add(id(parameter))
+                if parameter is None or not _floating(parameter):
+                    continue
+                if id(parameter) not in seen:
+                    seen[id(parameter)] = len(self._places)
                     self._places.append((module, key))
                     self._paths.append((path, key))
+                elif self._places[number := seen[id(parameter)]] != (module, key):
+                    self._ties.append((module._parameters, key, number))
         self.names: Sequence[str] = tuple(display_path(f"{path}.{key}" if path else key) for path, key in self._paths)
         self._index()
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
@@ -106,8 +116,7 @@ class ParameterList:
         self._reads = self._tree.reads
 
     def _index(self) -> None:
-        self._holders = [module._parameters for module, _ in self._places]
-        self._keys = [key for _, key in self._places]
+        self._slots = [module._parameters for module, _ in self._places], [key for _, key in self._places]
 
 
 def rows(weight: Tensor) -> bool:

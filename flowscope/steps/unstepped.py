@@ -39,7 +39,7 @@ class Unstepped:
     ) -> None:
         self._calls, self._version = 0, -1
         self._some, self._tell = some, tell
-        self._none = lambda: bool(own.known) and not turns.now
+        self._none: Callable[[], bool] = lambda: bool(own.known) and not turns.now
         self.reason: Callable[[], str] = lambda: _reason(own.known, turns)
         """Why no step has ended."""
 
