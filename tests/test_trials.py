@@ -38,6 +38,7 @@ import flowscope
 import flowscope.testing
 from flowscope.trials.bench import Bench, Step
 from flowscope.trials.built_in import NAMES
+from flowscope.trials.layout import other_values
 from flowscope.trials.sitting import chosen, run_trials
 
 
@@ -285,6 +286,15 @@ def test_what_an_earlier_step_left_in_the_gradient_is_told() -> None:
 
 
 # -- what trials are given --------------------------------------------------------------------------------------------
+
+
+def test_other_values_are_such_as_occur_and_never_the_same() -> None:
+    x = torch.tensor([[3, 5, -100], [9, 9, 3]])
+    other = other_values(x, torch.Generator().manual_seed(0))
+    assert not (other == x).any()
+    assert set(other.flatten().tolist()) <= {3, 5, 9, -100}
+    alone = torch.full((2, 2), 4)
+    assert torch.equal(other_values(alone, torch.Generator().manual_seed(0)), alone)
 
 
 def test_large_batches_are_cut_for_what_needs_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:

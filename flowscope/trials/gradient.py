@@ -26,7 +26,7 @@ GROUPS = 24
 """So many groups of parameters are tried at most ..."""
 FEWEST, AFFORDED = 6, 2e11
 """... and fewer, but so many, where their passes would take more floating-point operations than this."""
-FLAT = 1e-9
+FLAT = 1e-8
 """A derivative below this share of the loss, for a step of the parameters' own size, is none."""
 
 
@@ -127,7 +127,7 @@ def _groups(parameters: dict[str, nn.Parameter], most: int) -> Iterator[tuple[st
 def _loss_and_gradients(bench: Bench, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     for p in bench.model.parameters():
         p.grad = None
-    with bench.alike():
+    with bench.alike(), _same_buffers(bench.model):
         loss = bench.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), {n: p.grad.detach().clone() for n, p in bench.model.named_parameters() if p.grad is not None}
@@ -141,22 +141,29 @@ def _slope(
     for n, p in group.items():
         directions[n] *= max(float(p.detach().norm()), 1e-3) / max(float(directions[n].norm()), 1e-30)
     claimed = sum(float((gradients[n] * directions[n]).sum()) for n in group if n in gradients)
-    buffers = [(buffer, buffer.clone()) for buffer in bench.model.buffers()]
 
     def at(distance: float) -> float:
         with torch.no_grad():
             for n, p in group.items():
                 p.add_(directions[n], alpha=distance)
-            with bench.alike():
+            with bench.alike(), _same_buffers(bench.model):
                 value = float(bench.loss(batch))
             for n, p in group.items():
                 p.sub_(directions[n], alpha=distance)
-            for buffer, before in buffers:
-                buffer.copy_(before)
         return value
 
     wide, narrow = ((at(step) - at(-step)) / (2 * step) for step in (STEP, STEP / 8))
     return Slope(name or "model", wide, narrow, claimed, any(n in gradients for n in group), abs(loss) + 1e-12)
+
+
+@contextlib.contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """What a forward writes into buffers (statistics, a power iteration) is undone: all passes begin alike."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
 
 
 @contextlib.contextmanager

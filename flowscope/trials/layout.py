@@ -72,16 +72,16 @@ def changed_call(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
 
 
 def other_values(x: Tensor, draw: torch.Generator) -> Tensor:
-    """Values of the same kind: vectors with noise of their own scale, tokens drawn from all of them, never the same."""
+    """Values of the same kind: vectors with noise of their own scale, tokens drawn from the others of them."""
     if x.is_floating_point():
         spread = x.std(correction=0) if x.numel() > 1 else x.abs().sum()
         return x + torch.randn(x.shape, generator=draw).to(x) * (spread + (spread == 0))
     if x.dtype == torch.bool or x.numel() == 0:
         return x
-    pool = x.flatten()
-    other = pool[torch.randint(pool.numel(), x.shape, generator=draw).to(pool.device)]
-    same = other == x
-    return torch.where(same, torch.where(x > pool.min(), x - 1, x + (pool.max() > pool.min()).to(x.dtype)), other)
+    # values that occur, for others may be out of range: each moves to another place among them
+    values: Tensor = torch.unique(x)
+    moves = torch.randint(1, max(2, values.numel()), x.shape, generator=draw).to(x.device)
+    return values[(torch.searchsorted(values, x) + moves) % values.numel()]
 
 
 def first_that_differs(
