@@ -269,6 +269,8 @@ def stepped(weights: list[float], sizes: list[int]) -> str:
         ([1.0] * 4, [8] * 4, "fail: the gradient is 4 times"),
         ([1 / 16] * 4, [8] * 4, "fail: the gradient is 1/4 of"),
         ([0.75, 0.25], [24, 8], "pass"),
+        ([0.45, 0.45], [8, 8], "note: the gradient is 0.9 times"),
+        ([0.6, 0.2], [8, 8], "fail: micro-batches weigh 0.6, 0.2, their samples 0.5, 0.5"),
         ([0.5, 0.5], [24, 8], "fail: micro-batches of 8 to 24 targets weigh the same, 0.5"),
     ],
 )

@@ -64,6 +64,12 @@ class Accumulation(Trial):
             message = f"micro-batches of {min(w.samples for w in weights)} to {max(w.samples for w in weights)} targets"
             advice = "sum the losses, and divide by the count of all their targets (num_items_in_batch)"
             return self.failed("", f"{message} weigh the same, {1 / k:.3g}, unlike in one batch of all of them", advice)
+        common = sum(factors)
+        if _near(factors, [common * share for share in right]):
+            message = (
+                f"the gradient is {common:.3g} times that of one batch of the same samples, alike in all micro-batches"
+            )
+            return self.noted("", message, "right for a loss with a weight, or one that counts targets it leaves out")
         message = f"micro-batches weigh {', '.join(f'{f:.3g}' for f in factors[:4])}, their samples "
         message += ", ".join(f"{share:.3g}" for share in right[:4])
         return self.failed("", message, "let the weights of one step's micro-batches add up to 1")
