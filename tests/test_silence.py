@@ -679,3 +679,29 @@ def test_a_head_that_is_no_longer_tied_is_in_no_optimizer(lost: bool) -> None:
     assert [(a.kind, a.where) for a in serious(scope)] == expected
     names = scope.records[-1].metric_labels["param_norm"]
     assert list(names) == ["embedding.weight", *(["head.weight"] if lost else [])]
+
+
+class Builds(nn.Module):
+    """A layer that is built in forward, one that lies outside of the model (a teacher's), or one of its own."""
+
+    def __init__(self, middle: str) -> None:
+        super().__init__()
+        self.first, self.last, self.middle = nn.Linear(6, 8), nn.Linear(8, 3), middle
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {"built": lambda: nn.Linear(8, 8), "outside": lambda: OUTSIDE, "own": lambda: self.own}[self.middle]()
+        return self.last(torch.tanh(made(self.first(x))))
+
+
+OUTSIDE = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("middle", ["built", "outside", "own"])
+def test_a_layer_that_is_built_in_forward_is_told(middle: str) -> None:
+    model = Builds(middle)
+    optimizer = torch.optim.Adam([*model.first.parameters(), *model.last.parameters(), *model.own.parameters()], 1e-2)
+    alerts = [a for a in serious(trained(model=model, optimizer=optimizer, steps=8)) if a.kind != "no_gradient"]
+    expected = [("parameters_not_optimized", 2, 2.0)] if middle == "built" else []
+    assert [(a.kind, a.step, a.value) for a in alerts] == expected
+    assert all("8 x 8, 8" in a.message for a in alerts)

@@ -244,6 +244,7 @@ class ParametersNotOptimized(Detector):
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for parameters, two for trainable tensors that no module has registered."""
         yield from self._unregistered(record, header)
+        yield from said(self._made_anew(record))
         arrays = [record.metrics.get(name) for name in ("param_trainable", "param_grad_norm", "param_optimized")]
         trainable, norms, optimized = arrays
         if trainable is None or norms is None or optimized is None or bool(np.isnan(optimized).all()):
@@ -258,6 +259,18 @@ class ParametersNotOptimized(Detector):
             f"{count} of {int(candidates.sum())} parameters with a gradient are in no optimizer, the first is {name}"
         )
         yield self.found(module_of(name), count, 0.0, message)
+
+    def _made_anew(self, record: Record) -> Finding | None:
+        """Parameters of layers that are built inside forward."""
+        made, shapes = record.metrics.get("made_anew"), record.metric_labels.get("made_anew", ())
+        if made is None:
+            return None
+        message = (
+            f"every forward makes {made.sum():.0f} parameters of its own (shape {', '.join(shapes)}): they are random "
+            "in each call, and no optimizer ever holds them"
+        )
+        advice = "build the layer in __init__ and hold it as an attribute; forward only calls it"
+        return self.found("", made.sum(), 0.0, message, advice=advice, records=1, cause="made anew")
 
     def _unregistered(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """What plain lists, dicts and attributes hold: an info, and a warning once it has a gradient that is lost."""

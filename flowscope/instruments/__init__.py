@@ -18,6 +18,7 @@ from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.instrument import Instrument, Taken
+from flowscope.instruments.made_anew import MadeAnew
 from flowscope.instruments.merge_sites import MergeSites
 from flowscope.instruments.objective import Objective
 from flowscope.instruments.ode import OdeStates
@@ -52,6 +53,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     OptimizerAge,
     Reach,
     Unregistered,
+    MadeAnew,
     WeightSpread,
     MergeSites,
     KnownStreams,
