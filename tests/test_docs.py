@@ -237,7 +237,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting()
+    names |= waiting() | built_in_forward()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -253,6 +253,20 @@ def waiting() -> set[str]:
         for optimizer in optimizers:
             optimizer.step()
     return {*scope.records[0].metrics}
+
+
+def built_in_forward() -> set[str]:
+    """The metric names of a model that makes a layer in each forward."""
+    model = mlp()
+    model.register_forward_pre_hook(
+        lambda module, args: (torch.nn.Linear(args[0].shape[-1], args[0].shape[-1])(*args),)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(3):
+            model(torch.randn(4, next(model.parameters()).shape[1])).sum().backward()
+            optimizer.step()
+    return {*scope.records[-1].metrics}
 
 
 def test_documented_metrics_are_those_recorded() -> None:

@@ -705,3 +705,16 @@ def test_a_layer_that_is_built_in_forward_is_told(middle: str) -> None:
     expected = [("parameters_not_optimized", 2, 2.0)] if middle == "built" else []
     assert [(a.kind, a.step, a.value) for a in alerts] == expected
     assert all("8 x 8, 8" in a.message for a in alerts)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e-6, ["update_too_small"]), (1e-2, [])])
+def test_a_rate_that_is_far_too_low_is_told_once_the_loss_shows_it(rate: float, expected: list[str]) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return usual(model, optimizer, *data(512))
+
+    model = mlp(6, 16, 16, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    alerts = serious(trained(step, model=model, optimizer=optimizer, steps=172))
+    assert [a.kind for a in alerts] == expected
+    # by hand: Adam moves an entry by the rate at most, and entries of a layer of 6 or 16 inputs are about .2
+    assert all(1e-6 < a.value < 1e-5 and a.limit == 1e-4 for a in alerts)

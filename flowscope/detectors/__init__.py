@@ -33,7 +33,7 @@ from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossSpike
 from flowscope.detectors.lost_signal import NoSignal
 from flowscope.detectors.moments import StaleMoment
-from flowscope.detectors.plateau import LossMisfit, LossPlateau
+from flowscope.detectors.plateau import LossMisfit, LossPlateau, TooSlow
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged
@@ -86,6 +86,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     Unmoved,
     UpdateTooSmall,
     NoSignal,
+    TooSlow,
     LossPlateau,
 )
 """In the order they are asked: by level, and in a level a cause before what it explains."""

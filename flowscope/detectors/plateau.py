@@ -11,7 +11,7 @@ import numpy as np
 
 from flowscope.detectors.detector import OUTCOME, WIRING, Array, Detector, Finding, said
 from flowscope.detectors.losses import PLAYERS, losses_of
-from flowscope.detectors.rates import working
+from flowscope.detectors.rates import updates_of, working
 from flowscope.records import Record, RunHeader
 
 WINDOW = 200
@@ -27,6 +27,69 @@ BEGINNING = 20
 """The first losses of a run, against which one that has no level of guessing is measured."""
 FLAT = 0.02
 """Where the means are known better than to this share, a loss that fell by less than it has not fallen."""
+
+SLOW = 1e-4
+"""Weights that never move by more than this share of their norm a step are a tenth as fast as slow training is."""
+
+
+class TooSlow(Detector):
+    """The loss is where it began, and no step has ever moved the weights as far as training does.
+
+    Far larger than what changes nothing at all (`UpdateTooSmall`), so it needs the loss for a witness.
+    """
+
+    kind, level = "update_too_small", OUTCOME
+    yields_to = frozenset({"update_too_small", "representation_collapse", "rank_collapse", "constant_output"})
+    shown_by = ("update_ratio",)
+    begins_with: ClassVar[dict[str, Any]] = {
+        "window": deque(maxlen=WINDOW),
+        "first": deque(),
+        "best": 0.0,
+        "course": {},
+        "fresh": None,
+        "seen": 0,
+    }
+
+    @property
+    def name(self) -> str:
+        """Beside the detectors of updates alone."""
+        return "too_slow"
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding for the run."""
+        del header
+        losses, state = losses_of(record), self.state
+        if state["fresh"] is None:
+            state["fresh"] = float(record.step == 0)
+        state["window"].extend(losses.tolist())
+        state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
+        state["seen"] = min(state["seen"] + losses.size, self.config.plateau_steps)
+        updates = updates_of(record, state["course"])
+        if updates is not None:
+            state["best"] = max(state["best"], updates.overall, updates.usual)
+        few = state["seen"] < self.config.plateau_steps or len(state["first"]) < BEGINNING
+        if updates is None or losses.size == 0 or few or not state["fresh"]:
+            yield self.unseen(cause="plateau")
+        elif state["best"] < SLOW:
+            yield from said(self._flat(steady=updates.working))
+
+    def _flat(self, *, steady: bool) -> Finding | None:
+        window = np.array(self.state["window"])
+        first, late = np.array(self.state["first"]), window[-len(window) // 2 :]
+        start, level = float(first.mean()), float(late.mean())
+        error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
+        if not bool((window > 0).all()) or 2 * error > FLAT * start or level < (1 - FLAT) * start:
+            return None
+        if not steady:
+            return self.near(True, cause="plateau")
+        best = self.state["best"]
+        message = (
+            f"no step has changed the weights by more than {best:.2g} of their norm (limit {SLOW:.2g}; about 1e-3 is "
+            f"usual), and the loss has not fallen: {start:.4g} in the first {first.size} steps, {level:.4g} in the "
+            f"last {late.size}"
+        )
+        advice = "raise the learning rate, or look at what scales the loss or its gradient down (a temperature, a clip)"
+        return self.found("", best, SLOW, message, advice=advice, cause="plateau")
 
 
 class LossPlateau(Detector):
