@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from flowscope.detectors.collapse import ConstantOutput
 from flowscope.detectors.detector import WIRING, Array, Detector, Finding
 from flowscope.records import Record, RunHeader
@@ -24,7 +26,7 @@ class BroadcastLoss(Detector):
         """One finding for the run."""
         del header
         shape = record.metrics.get("loss_broadcast")
-        if shape is None:
+        if shape is None or shape.shape != (4,) or np.isnan(shape).any():
             if "loss_classes" not in record.metrics:  # this record's loss was not read
                 yield self.unseen(cause="broadcast")
             return

@@ -313,9 +313,11 @@ class ConstantOutput(Limit):
         spread = record.metrics.get(self.metric)
         if spread is None:
             return self.metric, None
-        spread = np.fmax(spread, record.metrics.get("output_contrast", spread))
-        deviation, start = record.metrics.get("output_deviation"), self.state["start"]
-        if deviation is None:
+        contrast, deviation = (record.metrics.get(name) for name in ("output_contrast", "output_deviation"))
+        if contrast is not None and contrast.shape == spread.shape:
+            spread = np.fmax(spread, contrast)
+        start = self.state["start"]
+        if deviation is None or {deviation.shape, *(x.shape for x in start.values())} != {spread.shape}:
             return self.metric, spread
         start.setdefault("spread", spread)
         start.setdefault("deviation", deviation)

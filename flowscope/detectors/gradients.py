@@ -309,6 +309,10 @@ class ExplodingGradient(Detector):
         return self.found(block, value, limit, message, name, severity="error", advice=advice, immediate=certain)
 
 
+MOST_NETS = 8
+"""So many nets that are trained through another are judged."""
+
+
 class StarvedPlayer(Detector):
     """A net that is trained through another (a generator through its critic) gets a hundredth of its first gradients.
 
@@ -334,11 +338,13 @@ class StarvedPlayer(Detector):
         if norms is None or through is None or "other_losses" not in record.metrics:
             yield self.unseen(ANY_FLOW)
             return
-        names = labels_of(record, header, "param_grad_norm")
-        for path in record.metric_labels.get("trained_through", ()):
-            rows = [row for row, name in enumerate(names) if name.startswith(f"{path}.") and norms[row] >= 0]
-            if rows:
-                yield from said(self._judge(path, float(np.sqrt(np.square(norms[rows]).sum()))))
+        names = np.array(labels_of(record, header, "param_grad_norm"))
+        if names.size != norms.size:
+            return
+        for path in record.metric_labels.get("trained_through", ())[:MOST_NETS]:
+            held = norms[np.char.startswith(names, f"{path}.") & (norms >= 0)]
+            if held.size:
+                yield from said(self._judge(path, float(np.sqrt(np.square(held).sum()))))
 
     def _judge(self, path: str, norm: float) -> Finding | None:
         first = self.state["first"].get(path, np.zeros(0))

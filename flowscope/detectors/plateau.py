@@ -197,9 +197,9 @@ class LossMisfit(Detector):
         """One finding for the run."""
         del header
         code = record.metrics.get("loss_misfit")
-        if code is None:
+        if code is None or code.size == 0 or np.isnan(code[0]):
             yield self.unseen(cause="misfit")
-        elif told := MISFITS.get(int(code[0])):
+        elif told := MISFITS.get(code.item(0)):
             message, advice = told
             yield self.found("", float(code[0]), 0.0, message, advice=advice, cause="misfit")
 
