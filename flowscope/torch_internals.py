@@ -293,3 +293,16 @@ def fsdp_states(model: nn.Module) -> list[Any]:
 
     found = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     return [state for state in found if state is not None]
+
+
+@contextlib.contextmanager
+def in_worker(number: int, workers: int, seed: int, dataset: Any) -> Iterator[None]:
+    """`torch.utils.data.get_worker_info()` says so within, as in a worker process of a DataLoader."""
+    from torch.utils.data._utils import worker
+
+    before = worker._worker_info
+    worker._worker_info = worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
+    try:
+        yield
+    finally:
+        worker._worker_info = before

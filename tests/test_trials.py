@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +40,7 @@ import flowscope
 import flowscope.testing
 from flowscope.trials.bench import Bench, Step
 from flowscope.trials.built_in import NAMES
+from flowscope.trials.command import Listening
 from flowscope.trials.layout import other_values
 from flowscope.trials.sitting import chosen, run_trials
 
@@ -138,7 +141,63 @@ def balanced(faulty: bool) -> Task:
     return Task(Balanced(faulty), lambda model, batch: model.loss(batch), rows())
 
 
+class OwnDropout(nn.Module):
+    """Keeps each number, or with `whole` each vector, with a probability of 1/2."""
+
+    def __init__(self, scales: bool, whole: bool = False) -> None:
+        super().__init__()
+        self.factor, self.whole = 2.0 if scales else 1.0, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * (torch.rand_like(x[..., :1] if self.whole else x) < 0.5) * self.factor
+
+
+class Pairs(nn.Module):
+    """Scores of each row against each row of the batch [B, B]."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.left, self.right = classifier(MixesSamples(mixes)), classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) @ self.right(x).t()
+
+
+def paired(faulty: bool) -> Task:
+    return Task(Pairs(faulty), lambda m, b: F.cross_entropy(m(b[0]), torch.arange(len(b[0]))), rows())
+
+
+class Attends(nn.Module):
+    """Attention over vectors [B, T, 6], averaged over positions."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def positions_first(faulty: bool) -> Task:
+    batches = [(torch.randn(8, 5, 6), labels) for _, labels in rows(samples=8)]
+    return Task(Attends(batch_first=not faulty), class_loss, batches)
+
+
 CASES = {
+    "dropout_not_scaled": Case(
+        lambda faulty: classes(classifier(OwnDropout(scales=not faulty))), "train_eval", "fail", "2", "on average 0."
+    ),
+    "vectors_dropped_whole_not_scaled": Case(
+        lambda faulty: classes(classifier(OwnDropout(not faulty, whole=True))), "train_eval", "note", "2", "average 0."
+    ),
+    "samples_mixed_in_a_product_of_pairs": Case(paired, "samples", "fail", "left.2", "change with the other one"),
+    "layer_takes_positions_first_and_is_given_samples_first": Case(
+        positions_first, "samples", "fail", "attention", "change with the other one"
+    ),
     "no_causal_mask": Case(
         lambda faulty: language(causal=not faulty), "causality", "fail", "blocks.0.attention", "its targets are"
     ),
@@ -244,6 +303,83 @@ def test_dropout_in_torchs_own_attention_is_no_difference_between_the_modes() ->
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
     task = Task(layer, lambda m, x: m(x).square().mean(), [torch.randn(4, 5, 8)])
     assert [finding.status for finding in found(task, "train_eval")] == ["pass"]
+
+
+class Scan(nn.Module):
+    """Multiplies [B, 6, 1] by [6, B] on its way, and updates a buffer that it then reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.training:
+            with torch.no_grad():
+                self.average += 0.1 * y.mean(0)
+        return (y[..., None] * x.t()).mean((1, 2)) + (y - self.average).mean(-1)
+
+
+def scanned(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[0][:, 0])
+
+
+def test_what_a_forward_broadcasts_is_no_loss() -> None:
+    assert [f.status for f in found(Task(Scan(), scanned, rows()), "loss_start")] == ["pass"]
+
+
+def test_the_mean_of_a_dropout_that_does_not_scale_is_the_share_it_keeps() -> None:
+    torch.manual_seed(0)
+    finding = found(classes(nn.Sequential(OwnDropout(scales=False), nn.Linear(6, 3))), "train_eval")[0]
+    # 64 draws of 192 numbers: its standard error is below 1 / sqrt(64 * 192 / 3)
+    assert float(re.findall(r"average ([\d.]+) times", finding.message)[0]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_buffer_that_is_read_as_it_is_updated_is_a_note() -> None:
+    (finding,) = found(Task(nn.Sequential(Scan()), scanned, rows()), "train_eval")
+    assert (finding.status, finding.where) == ("note", "0")
+    assert "its own buffers" in finding.message
+
+
+class Noised(torch.utils.data.Dataset):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(3, generator=self.draw)
+
+
+def own_generator(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info.id == worker
+    info.dataset.draw = torch.Generator().manual_seed(info.seed)
+
+
+@pytest.mark.parametrize(("begin", "status"), [(None, "fail"), (own_generator, "pass")])
+def test_workers_are_judged_as_their_loader_begins_them(begin: Any, status: str) -> None:
+    loader = torch.utils.data.DataLoader(Noised(), num_workers=2, worker_init_fn=begin)
+    bench = Bench(classifier(), rows(), class_loss, loaders=[loader])
+    assert [f.status for f in run_trials(bench, chosen(only=["data"])).findings] == [status]
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_clipping_is_seen_also_where_torch_was_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, package = SimpleNamespace(), SimpleNamespace()
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        function = lambda norm: norm  # noqa: E731
+        setattr(module, name, function)
+        setattr(package, name, function)
+    monkeypatch.setitem(sys.modules, "torch.nn.utils", package)
+    listening = SimpleNamespace(_scaling=lambda: 8.0, _unscaled=lambda: False)
+    Listening._clipping_imported(listening, module)
+    package.clip_grad_norm_(3.0)
+    assert (listening._clipping.clipped, listening._clipping.while_scaled) == (True, True)
 
 
 # -- accumulation: what a loop was seen to do -------------------------------------------------------------------------

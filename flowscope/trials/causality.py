@@ -32,7 +32,7 @@ class Causality(Trial):
 
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """One finding: the first module, in the order of the pass, whose head changed with the tail."""
-        call, axis = bench.calls()[0], layout_of(bench.model).positions
+        call, axis = bench.calls()[0], layout_of(bench).positions
         length = sequence_length(call, axis)
         head = length // 2
 

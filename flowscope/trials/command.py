@@ -116,7 +116,10 @@ class Listening:
                 self._clipping = Clipping(True, norm, scaled)
                 return result
 
-            setattr(module, name, clipping)
+            # where torch was imported before us, torch.nn.utils holds the name, too
+            for holder in (module, sys.modules.get("torch.nn.utils")):
+                if getattr(holder, name, None) is original:
+                    setattr(holder, name, clipping)
 
     def _scaling(self) -> float:
         from flowscope.torch_internals import scale_of

@@ -110,7 +110,10 @@ class Listener(TorchFunctionMode):
 
 
 def criteria(bench: Bench, batch: Any) -> tuple[Tensor, list[Criterion], list[Widened]]:
-    """The loss of a batch, the loss functions it called, outermost calls only, and what was widened on the way."""
+    """The loss of a batch, the loss functions it called, outermost calls only, and what was widened on the way.
+
+    Products and differences within a module's forward are its own affair; torch's loss functions there are a loss.
+    """
     found: list[Criterion] = []
     widened: list[Widened] = []
 
@@ -122,18 +125,23 @@ def criteria(bench: Bench, batch: Any) -> tuple[Tensor, list[Criterion], list[Wi
             rest = {key: value for key, value in bound.arguments.items() if key not in ("input", "target")}
             pair = bound.arguments["input"], bound.arguments["target"]
             found.append(Criterion(name, _KINDS[name], *pair, rest, result))
-        if name in _TWO_SIDED or _KINDS.get(name) in (VALUES, LABELS):
+        if (name in _TWO_SIDED and running() is None) or _KINDS.get(name) in (VALUES, LABELS):
             sides = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)][:2]
             if len(sides) == 2 and _widens(*sides) and any(side.requires_grad for side in sides):
                 widened.append(Widened(name, tuple(sides[0].shape), tuple(sides[1].shape)))
 
-    with bench.alike(), Listener(heard):
+    with bench.place() as running, bench.alike(), Listener(heard):
         loss = bench.loss(batch)
     return loss, found, widened
 
 
 def _widens(a: Tensor, b: Tensor) -> bool:
-    """Whether one has an axis of size 1 too many: the same numbers, in shapes that broadcast into a square."""
+    """Whether one has an axis of size 1 too many: as many numbers, in shapes that broadcast into a square.
+
+    Axes of size 1 on both sides, as in `a[:, None] - b[None]`, were written on purpose.
+    """
+    if a.dim() == b.dim():
+        return False
     try:
         shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
     except RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flowscope.torch_internals import in_worker
 from flowscope.trials.bench import Bench, batch_tensors
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -85,29 +87,41 @@ class Data(Trial):
 
     def _workers(self, bench: Bench) -> Iterable[TrialFinding]:
         for loader in bench.loaders:
-            if getattr(loader, "num_workers", 0) > 1 and _drawn_alike(loader.dataset):
+            alike = False
+            with contextlib.suppress(Exception):  # the user's code, outside of the process it is written for
+                alike = getattr(loader, "num_workers", 0) > 1 and _drawn_alike(loader)
+            if alike:
                 message = f"workers of the loader of {type(loader.dataset).__name__} draw the same augmentations"
                 advice = "seed the data set's own generator in worker_init_fn from torch.initial_seed()"
                 yield self.failed("", message, advice)
 
 
-def _drawn_alike(dataset: Any) -> bool:
-    """Whether two copies of a data set, as two workers hold them, draw the same numbers though their seeds differ."""
+def _drawn_alike(loader: Any) -> bool:
+    """Whether two copies of a data set, begun as the loader's workers are, draw the same numbers."""
     import copy
     import random
 
     import numpy as np
 
-    def drawn(seed: int, count: int) -> list[list[Tensor]]:
+    dataset = loader.dataset
+
+    def drawn(worker: int, count: int) -> list[list[Tensor]]:
         held = copy.deepcopy(dataset)
+        seed = 1 + worker
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
+        with in_worker(worker, loader.num_workers, seed, held):
+            if loader.worker_init_fn is not None:
+                loader.worker_init_fn(worker)
+            return _draws(held, count)
+
+    def _draws(held: Any, count: int) -> list[list[Tensor]]:
         return [[torch.as_tensor(x) for x in _numbers_in(held[0])] for _ in range(count)]
 
     if not hasattr(dataset, "__getitem__"):
         return False
-    (first, again), (other,) = drawn(1, 2), drawn(2, 1)
+    (first, again), (other,) = drawn(0, 2), drawn(1, 1)
     varies = any(not torch.equal(a, b) for a, b in zip(first, again, strict=False))
     return varies and all(map(torch.equal, first, other))
 

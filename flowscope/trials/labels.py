@@ -35,7 +35,7 @@ class Labels(Trial):
         tokens = tokens_of(call)
         if tokens is None:
             raise CannotJudgeError("the model is given no tokens [B, T]")
-        tokens = tokens if layout_of(bench.model).positions == 1 else tokens.t()
+        tokens = tokens if layout_of(bench).positions == 1 else tokens.t()
         _, found, _ = criteria(bench, bench.batches[0])
         for one in found:
             if one.kind != CLASSES or one.target.dtype != tokens.dtype:
@@ -88,7 +88,7 @@ def _move(one: Criterion, tokens: Tensor, call: Call, bench: Bench) -> int | Non
 def _as_rows(x: Tensor, batch: int, bench: Bench) -> Tensor:
     if x.dim() == 2:
         return x if x.shape[0] == batch else x.t()
-    by_position = layout_of(bench.model).positions == 0
+    by_position = layout_of(bench).positions == 0
     return x.view(-1, batch).t() if by_position else x.view(batch, -1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flowscope.errors import CannotJudgeError
 from flowscope.model.nested import map_tensors, nested_tensors
-from flowscope.trials.bench import Call, Seen, beyond_rounding
+from flowscope.trials.bench import Bench, Call, Seen, batch_tensors, beyond_rounding
 
 SHORTEST = 3
 """Positions a sequence needs at least."""
@@ -30,10 +30,19 @@ class Layout:
     positions: int
 
 
-def layout_of(model: nn.Module) -> Layout:
-    """Samples first, unless recurrent or attention layers of torch are told to take positions first."""
-    told = [module.batch_first for module in model.modules() if isinstance(module, _TIME_FIRST)]
-    return Layout(1, 0) if told and not any(told) else Layout(0, 1)
+def layout_of(bench: Bench) -> Layout:
+    """Samples first, unless recurrent or attention layers of torch are told to take positions first.
+
+    That is what the layers take; what they are given may have samples first all the same, by mistake or through a
+    transposition on the way, which a batch with one target a sample tells.
+    """
+    told = [module.batch_first for module in bench.model.modules() if isinstance(module, _TIME_FIRST)]
+    if not told or any(told):
+        return Layout(0, 1)
+    sequences = [x for x in given(bench.calls()[0]) if x.dim() > 1]
+    targets = {x.shape[0] for x in batch_tensors(bench.batches[0]) if x.dim() == 1}
+    rows, columns = sequences[0].shape[:2] if sequences else (0, 0)
+    return Layout(0, 1) if rows in targets and columns not in targets else Layout(1, 0)
 
 
 def are_tokens(x: Tensor) -> bool:

@@ -46,7 +46,7 @@ class PaddingIgnored(Trial):
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """One finding: the first module of whose output the part that is no padding changed."""
         call = bench.calls()[0]
-        if layout_of(bench.model).positions != 1:
+        if layout_of(bench).positions != 1:
             raise CannotJudgeError("positions come first here; it judges [B, T] only")
         padding = find_padding(bench, call)
         batch, length = padding.where.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.errors import CannotJudgeError
-from flowscope.trials.bench import Bench, Call
+from flowscope.trials.bench import Bench, Call, Seen
 from flowscope.trials.layout import (
     changed_call,
     first_that_differs,
@@ -30,7 +30,7 @@ class Samples(Trial):
 
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """One finding: the first module where samples are mixed."""
-        call, axis = bench.calls()[0], layout_of(bench.model).samples
+        call, axis = bench.calls()[0], layout_of(bench).samples
         size = _batch_size(call, axis)
 
         def of_others(x: Tensor) -> Tensor | None:
@@ -42,6 +42,12 @@ class Samples(Trial):
             draw = torch.Generator().manual_seed(1)
             return torch.cat([x.narrow(axis, 0, size - 1), other_values(x, draw).narrow(axis, size - 1, 1)], axis)
 
+        def of_other_pairs(x: Tensor) -> Tensor | None:
+            rows = of_others(x)
+            pairs = rows is not None and x.dim() == 2 and x.shape[0] == x.shape[1]
+            return rows.narrow(1 - axis, 0, size - 1) if rows is not None and pairs else rows
+
+        said = ""
         statistics = [name for name, module in bench.model.named_modules() if _mixes_in_training(module)]
         for training in (False, True)[: 1 if statistics else 2]:
             plain = bench.look(call, training=training)
@@ -50,19 +56,24 @@ class Samples(Trial):
             changed = bench.look(changed_call(call, other), training=training)
             if first_that_differs(plain[-1:], changed[-1:], of_others) is None:
                 continue
+            if first_that_differs(plain[-1:], changed[-1:], of_other_pairs) is None:
+                said = "; the output is of pairs of samples"
+                continue
             if first_that_differs(plain, bench.look(call, training=training), of_others):
                 continue  # it keeps state between calls
             first = first_that_differs(plain, changed, of_others) or plain[-1]
-            message = f"the outputs of {size - 1} samples change with the other one, first at {name_of(first)}"
-            if _relates_rows(call):
-                advice = "right where rows are the nodes of one graph; it is given an index or a square matrix of them"
-                yield self.noted(first.path, message, advice)
-            else:
-                advice = "look there for a softmax, mean, norm or reshape over axis 0, or attention with batch_first"
-                yield self.failed(first.path, message, advice)
+            yield self._mixed(call, first, size)
             return
-        said = f"; in training {statistics[0]} and {len(statistics) - 1} more mix them" if statistics else ""
+        said += f"; in training {statistics[0]} and {len(statistics) - 1} more mix them" if statistics else ""
         yield self.passed(f"changing one sample of {size} changes the output of no other{said}")
+
+    def _mixed(self, call: Call, first: Seen, size: int) -> TrialFinding:
+        message = f"the outputs of {size - 1} samples change with the other one, first at {name_of(first)}"
+        if _relates_rows(call):
+            advice = "right where rows are the nodes of one graph; it is given an index or a square matrix of them"
+            return self.noted(first.path, message, advice)
+        advice = "look there for a softmax, mean, norm or reshape over axis 0, or attention with batch_first"
+        return self.failed(first.path, message, advice)
 
 
 def _batch_size(call: Call, axis: int) -> int:

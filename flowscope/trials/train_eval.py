@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import CannotJudgeError
+from flowscope.model.plan import display_path
 from flowscope.trials.bench import Bench, Call, Seen, modes
 from flowscope.trials.kept import put_back
 from flowscope.trials.layout import first_that_differs, name_of
@@ -17,6 +19,12 @@ from flowscope.trials.trial import Trial, TrialFinding
 
 _QUIET = ("drop", "norm", "noise")
 """Modules whose class is named so behave otherwise in evaluation by intention."""
+DRAWS = 64
+"""Draws of a dropout written by hand, whose mean is compared with what it returns in evaluation."""
+OFF = 0.1
+"""A mean that is off by a smaller share is no mistake."""
+SURE = 6.0
+"""Standard errors that it must be off."""
 
 
 class _NoDropout(TorchFunctionMode):
@@ -36,7 +44,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 class TrainEval(Trial):
-    """Run a call in both modes, with dropout and normalisation in evaluation mode in both."""
+    """Run a call in both modes, with dropout and normalisation in evaluation mode in both; then dropout by itself."""
 
     name = "train_eval"
     proves = "apart from dropout and normalisation, what is evaluated is what is trained"
@@ -46,7 +54,18 @@ class TrainEval(Trial):
         """One finding: the first module, in the order of the pass, that behaves otherwise."""
         call = bench.calls()[0]
         evaluated = bench.look(call)
-        trained, again = self._trained(bench, call, 0), self._trained(bench, call, 1)
+        for where, gain, whole in _gains(bench, call):
+            message = f"in training {where} returns on average {gain:.3g} times what it returns in evaluation"
+            advice = "divide what is kept by 1 - p in training, as nn.Dropout does"
+            if whole:
+                yield self.noted(
+                    where, message, f"right for words or conditions that are left out whole; else {advice}"
+                )
+            else:
+                yield self.failed(where, message, advice)
+            return
+        moved: set[str] = set()
+        trained, again = self._trained(bench, call, 0, moved), self._trained(bench, call, 1, moved)
         if len(trained[-1].tensors) != len(evaluated[-1].tensors):
             yield self.noted(
                 "", "the model returns other tensors in training than in evaluation", "right for detectors"
@@ -66,17 +85,74 @@ class TrainEval(Trial):
         message = (
             f"in training {name_of(first)} returns something else than in evaluation, and no dropout or norm is it"
         )
-        yield self.failed(
-            first.path, message, "look there for self.training, a buffer changed in forward, or averaged weights"
-        )
+        if first.path in moved:
+            advice = "right for averages that it uses as it updates them; else update them after they are read"
+            yield self.noted(first.path, f"{message}; it changes its own buffers", advice)
+            return
+        yield self.failed(first.path, message, "look there for self.training, or averaged weights")
 
     @staticmethod
-    def _trained(bench: Bench, call: Call, seed: int) -> list[Seen]:
-        """What modules return in training mode, dropout and normalisation layers apart."""
+    def _trained(bench: Bench, call: Call, seed: int, moved: set[str]) -> list[Seen]:
+        """What modules return in training mode, dropout and normalisation layers apart.
+
+        Modules that write into buffers of their own are added to `moved`.
+        """
         part = bench.model.get_submodule(call.part)
         quiet = modes(bench.model, lambda module: not _is_quiet(module))
+        before = {name: buffer.detach().clone() for name, buffer in bench.model.named_buffers()}
         with put_back(bench.model), quiet, torch.no_grad(), bench.alike(seed), _NoDropout():
-            return bench.seen(lambda: part(*call.args, **call.kwargs))
+            seen = bench.seen(lambda: part(*call.args, **call.kwargs))
+            for name, buffer in bench.model.named_buffers():
+                if name in before and not torch.equal(buffer, before[name]):
+                    moved.add(display_path(name.rpartition(".")[0]))
+        return seen
+
+
+def _gains(bench: Bench, call: Call) -> Iterable[tuple[str, float, bool]]:
+    """Dropout written by hand whose mean in training, <E[y], x> / <x, x> with x in evaluation, is not 1.
+
+    Returns:
+        Path, mean, and whether vectors (the last axis) are dropped as wholes.
+    """
+    own = {
+        path: module
+        for path, module in bench.model.named_modules()
+        if _is_quiet(module) and "drop" in type(module).__name__.lower() and not _is_of_torch(module)
+    }
+    given: dict[str, tuple[Any, Any]] = {}
+
+    def keep(path: str, args: Any, kwargs: Any) -> None:
+        given.setdefault(path, (args, kwargs))
+
+    handles = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: keep(path, args, kwargs), with_kwargs=True
+        )
+        for path, module in own.items()
+    ]
+    try:
+        bench.run(call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path, (args, kwargs) in given.items():
+        module = own[path]
+        with modes(module, lambda module: False), torch.no_grad():
+            still = module(*args, **kwargs)
+        if not isinstance(still, Tensor) or not still.is_floating_point() or not bool(still.any()):
+            continue
+        x = still.double()
+        with modes(module, lambda module: True), torch.no_grad(), bench.alike():
+            draws = [module(*args, **kwargs).double() for _ in range(DRAWS)]
+        means = torch.stack([(y * x).sum() for y in draws]) / (x * x).sum()
+        gain, error = float(means.mean()), float(means.std()) / math.sqrt(DRAWS)
+        if abs(gain - 1) > max(OFF, SURE * error):
+            lost = (draws[0] == 0) & (x != 0)
+            yield display_path(path), gain, bool((lost | (x == 0)).all(-1).eq(lost.any(-1)).all())
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _is_quiet(module: nn.Module) -> bool:
