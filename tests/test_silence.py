@@ -718,3 +718,20 @@ def test_a_rate_that_is_far_too_low_is_told_once_the_loss_shows_it(rate: float, 
     assert [a.kind for a in alerts] == expected
     # by hand: Adam moves an entry by the rate at most, and entries of a layer of 6 or 16 inputs are about .2
     assert all(1e-6 < a.value < 1e-5 and a.limit == 1e-4 for a in alerts)
+
+
+@pytest.mark.parametrize(("left", "kept", "alerts"), [(0.01, 0.01, 1), (0.5, 0.5, 0), (1.0, 1.0, 0)])
+def test_steps_that_are_undone_are_told(left: float, kept: float, alerts: int) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = usual(model, optimizer, x, y)
+        with torch.no_grad():
+            for parameter, old in zip(model.parameters(), before, strict=True):
+                parameter.copy_(old.lerp(parameter, left))
+        return loss
+
+    scope = trained(step)
+    assert [(a.kind, a.severity, a.step) for a in serious(scope)] == [("stale_parameters", "error", 5)] * alerts
+    measured = [r.metrics["update_kept"][0] for r in scope.records if "update_kept" in r.metrics]
+    # steps 0 to 10 are sampled: each but the first has one before it
+    assert measured == pytest.approx([kept] * 10, rel=1e-2)

@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.detectors.detector import WIRING, Detector, Finding, Flags
+from flowscope.detectors.detector import WIRING, Detector, Finding, Flags, said
 from flowscope.detectors.held import FOREIGN, Held, held_in
 from flowscope.detectors.limit import Limit
 from flowscope.detectors.rows import module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
+UNDONE, UNDONE_RECORDS = 0.1, 5
+"""A step of which less is left, so many records in a row, is undone (averages of two sets of weights leave half)."""
 UNMOVED_RECORDS = 3
 """Weights that did not move though nothing says why: one record may be a step that was left out."""
 ROUNDING = 1e-6
@@ -33,7 +35,29 @@ class StaleParameters(Detector):
     begins_with: ClassVar[dict[str, Any]] = {"moved": 0.0}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding for the model."""
+        """One finding for the model, one where its steps are undone."""
+        yield from said(self._undone(record))
+        yield from self._wrong_tensors(record, header)
+
+    def _undone(self, record: Record) -> Finding | None:
+        kept = record.metrics.get("update_kept")
+        if kept is None:
+            return self.unseen(cause="undone")
+        if not kept[0] < UNDONE:
+            return None
+        message = (
+            f"of what the optimizer changed, {kept[0]:.2g} is left when the next step begins (limit {UNDONE}): "
+            "something writes the weights back after each step"
+        )
+        advice = (
+            "look at what copies or loads weights in the loop: an average is copied from the model (average.lerp_(w, "
+            "rate)), not into it"
+        )
+        return self.found(
+            "", kept[0], UNDONE, message, advice=advice, severity="error", records=UNDONE_RECORDS, cause="undone"
+        )
+
+    def _wrong_tensors(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         norms, held = record.metrics.get("param_grad_norm"), record.metrics.get("param_optimized")
         trainable = record.metrics.get("param_trainable")
         if norms is None or held is None or trainable is None or not norms.shape == held.shape == trainable.shape:

@@ -18,6 +18,7 @@ from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.instrument import Instrument, Taken
+from flowscope.instruments.kept_updates import KeptUpdates
 from flowscope.instruments.made_anew import MadeAnew
 from flowscope.instruments.merge_sites import MergeSites
 from flowscope.instruments.objective import Objective
@@ -54,6 +55,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Reach,
     Unregistered,
     MadeAnew,
+    KeptUpdates,
     WeightSpread,
     MergeSites,
     KnownStreams,
