@@ -735,3 +735,35 @@ def test_steps_that_are_undone_are_told(left: float, kept: float, alerts: int) -
     measured = [r.metrics["update_kept"][0] for r in scope.records if "update_kept" in r.metrics]
     # steps 0 to 10 are sampled: each but the first has one before it
     assert measured == pytest.approx([kept] * 10, rel=1e-2)
+
+
+class ByHand(nn.Module):
+    """Four experts [6 -> 3], of which a gate of one's own calls one a sample, as `use` says of the step."""
+
+    def __init__(self, use: Callable[[int], list[int]]) -> None:
+        super().__init__()
+        self.experts, self.use, self.step = nn.ModuleList(nn.Linear(6, 3) for _ in range(4)), use, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        used, self.step = self.use(self.step), self.step + 1
+        out = x.new_zeros(len(x), 3)
+        for row, i in enumerate(used):
+            out[row :: len(used)] = self.experts[i](x[row :: len(used)])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("use", "place"),
+    [
+        (lambda step: [0, 1, 2, 3] if step < 15 else [1, 2], "experts"),
+        (lambda step: [0, 1, 2, 3], None),
+        (lambda step: [0, 1, 2, 3] if step % 5 == 0 else [1, 2], None),
+        (lambda step: [min(step // 15, 3)], None),
+    ],
+)
+def test_experts_of_a_router_by_hand_that_fall_out_of_use_are_told(
+    use: Callable[[int], list[int]], place: str | None
+) -> None:
+    scope = trained(model=ByHand(use), steps=60, every=1)
+    found = [(a.kind, a.where, a.step, a.value) for a in serious(scope) if a.kind == "expert_collapse"]
+    assert found == ([("expert_collapse", place, 34, 0.5)] if place else [])

@@ -35,7 +35,7 @@ from flowscope.detectors.lost_signal import NoSignal
 from flowscope.detectors.moments import StaleMoment
 from flowscope.detectors.plateau import LossMisfit, LossPlateau, TooSlow
 from flowscope.detectors.ranks import RankDesync
-from flowscope.detectors.routing import ExpertCollapse
+from flowscope.detectors.routing import ExpertCollapse, UnusedExperts
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged
 from flowscope.detectors.spikes import GradientSpike
 from flowscope.detectors.stepping import GradientAccumulates, StaleParameters
@@ -68,6 +68,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     StreamCollapse,
     MixingGain,
     ExpertCollapse,
+    UnusedExperts,
     SolverUnconverged,
     SolverCost,
     AttentionLogits,
