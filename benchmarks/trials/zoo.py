@@ -213,10 +213,12 @@ def members(names: list[str], tasks: list[str]) -> list[tuple[str, str, Callable
         for name, class_name in classes.items():
             class_name = class_name if isinstance(class_name, str) else class_name[0]
             make = partial(image_of if task == "image" else text_of, name, task, class_name)
-            found.setdefault(class_name, (name, task, make))
+            if (not names or name in names) and (not tasks or task in tasks):
+                found.setdefault(class_name, (name, task, make))
     for name in TORCHVISION.split() if find_spec("torchvision") else ():
-        found[name] = (name, "torchvision", partial(torchvision_model, name))
-    return [one for one in found.values() if (not names or one[0] in names) and (not tasks or one[1] in tasks)]
+        if (not names or name in names) and (not tasks or "torchvision" in tasks):
+            found[name] = (name, "torchvision", partial(torchvision_model, name))
+    return list(found.values())
 
 
 def judge(name: str, task: str, make: Callable[[], Any], trials: list[str]) -> Healthy:
