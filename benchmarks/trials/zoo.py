@@ -51,7 +51,8 @@ TORCHVISION = (
 )
 
 TRUE = {  # fails that are facts of the model, looked at one by one
-    "cpmant": "takes no mask: it counts the ids that are not 0 and lets them stand at the end (padding on the left)",
+    "cpmant": "takes no mask (it counts the ids that are not 0 and wants them at the end) and lets a prompt see itself",
+    "fnet": "takes no mask: its Fourier transform mixes over the padding",
 }
 
 Batch = dict[str, Tensor]
