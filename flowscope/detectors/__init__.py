@@ -34,6 +34,7 @@ from flowscope.detectors.losses import LossSpike
 from flowscope.detectors.lost_signal import NoSignal
 from flowscope.detectors.moments import StaleMoment
 from flowscope.detectors.plateau import LossMisfit, LossPlateau, TooSlow
+from flowscope.detectors.progress import Progress
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse, UnusedExperts
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged
@@ -102,6 +103,7 @@ class DetectorSet:
     - While a finding about numbers stands, nobody else is asked, or learns from such records.
     - An outcome yields to the warnings and errors of earlier levels.
     - Wiring and signals are facts of their own; what explains one is named (`Detector.yields_to`, `.explains`).
+    - A symptom of a run that makes progress is a note (`Detector.symptom`, `Progress`).
 
     A record that GradScaler skipped says nothing, but where its scale has collapsed; one flagged "unsampled" holds only
     the finiteness canary: of such records only detectors of numbers are asked.
@@ -127,6 +129,7 @@ class DetectorSet:
         self.detectors = sorted([*given, *own], key=lambda detector: detector.level)
         self.faults = Faults()
         self._ledger = Ledger(config)
+        self._progress = Progress()
         self._levels = {detector.kind: detector.level for detector in self.detectors}
         self.coverage = Coverage([detector.kind for detector in self.detectors], config.mute)
         self._explained_by = {detector.kind: detector.explains for detector in self.detectors}
@@ -143,6 +146,7 @@ class DetectorSet:
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
         self.coverage.begin(record)
+        self._progress.look(record)
         silent = not SKIPPED.isdisjoint(record.flags) or "unsampled" in record.flags
         out: list[Alert] = []
         found: set[Cause] = set()
@@ -158,6 +162,7 @@ class DetectorSet:
             if findings is None:
                 continue
             findings = self._noted(detector, findings, record)
+            findings = self._progress.judge(findings, detector)
             levels = {finding.level for finding in findings}
             if "beyond" in levels:
                 findings = [self._explained(finding, detector, found) for finding in findings]
@@ -222,12 +227,14 @@ class DetectorSet:
         """JSON-ready; a set that loads it goes on exactly as this one would."""
         return {
             "ledger": self._ledger.state_dict(),
+            "progress": self._progress.state_dict(),
             "detectors": {detector.name: detector.state_dict() for detector in self.detectors},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; a detector it does not know starts anew."""
         self._ledger.load_state_dict(state["ledger"])
+        self._progress.load_state_dict(state.get("progress", {}))
         for detector in self.detectors:
             if detector.name in state["detectors"]:
                 detector.load_state_dict(state["detectors"][detector.name])

@@ -22,6 +22,8 @@ HEALTHY_RANK = 4.0
 """Below this effective rank at the start (few classes, narrow heads, a batch of one) a rank says nothing."""
 SUPPORTING_PRODUCT = 0.3
 """A gradient product below this supports a token collapse: less of the depth tells; healthy Pre-LN models exceed 1."""
+DEEP = 4
+"""Of so many blocks half are no single layer: that all tokens are one vector in half of the depth is then certain."""
 FROM_START_RECORDS = 4
 """A rank that was low from the start must stay so for this many records that have one."""
 COMPARED_CALLS = 2
@@ -97,6 +99,7 @@ class TokenCollapse(Detector):
     """All tokens of a sequence have become the same vector by the last points, and were not at the first."""
 
     kind = "token_collapse"
+    symptom = "ever"
     shown_by = ("token_cosine",)
     advice = (
         'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate or a '
@@ -127,7 +130,7 @@ class TokenCollapse(Detector):
             return self.near(True, view.layout.name)
         where = distance.size - trailing
         nothing_back = _falling(view, self.config.vanishing_product)
-        whole = 2 * _trailing(distance < limit / 10) > depth
+        whole = depth >= DEEP and 2 * _trailing(distance < limit / 10) > depth
         places = f"{depth} blocks" if distance.size == len(view.layout.points) else f"{distance.size} merge sites"
         crossed, certain = view.row("token_cosine", where), whole or nothing_back
         message = (
@@ -142,6 +145,7 @@ class RepresentationCollapse(Detector):
     """Blocks have become copies, samples have become one vector, or a code has faded; against the run's own start."""
 
     kind, level = "representation_collapse", OUTCOME
+    symptom = "at first"
     shown_by = ("cosine", "effective_rank")
     begins_with: ClassVar[dict[str, Any]] = {"cosines": {}, "to_input": {}, "widest": {}, "sizes": {}, "common": {}}
 
@@ -245,6 +249,7 @@ class RankCollapse(Detector):
 
     kind, level = "rank_collapse", OUTCOME
     yields_to = frozenset({"representation_collapse"})
+    symptom = "ever"
     shown_by = ("effective_rank",)
     advice = (
         "check the activation (no softmax between layers) and the initialisation; in self-supervised training add "
@@ -299,6 +304,7 @@ class ConstantOutput(Limit):
     kind, metric, below, row, level = "constant_output", "output_spread", "constant_output", "", OUTCOME
     # a broadcast loss is told under the same kind
     yields_to = frozenset({"representation_collapse", "rank_collapse", "constant_output"})
+    symptom = "ever"
     shown_by = ("output_spread", "sample_cosine")
     records = "baseline_records"
     message = (

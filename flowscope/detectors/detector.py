@@ -90,6 +90,8 @@ class Detector(ABC):
             record), this detector's findings for that flow are left out.
         yields_to_errors: the same for kinds that explain it only where they are errors.
         explains: kinds that yield to it, said on this side.
+        symptom: healthy runs show it too: its warnings are notes (info) while the run makes progress, "ever", or only
+            while its first losses fall ("at first": what it finds can itself be what makes a loss fall).
         shown_by: the metrics that show its alerts, best first.
         advice: what to do about it, for people.
         extreme: the end of the profile that its message speaks of, where `where` is the block that does most to get
@@ -105,6 +107,7 @@ class Detector(ABC):
     yields_to: ClassVar[frozenset[str]] = frozenset()
     yields_to_errors: ClassVar[frozenset[str]] = frozenset()
     explains: ClassVar[frozenset[str]] = frozenset()
+    symptom: ClassVar[Literal["", "at first", "ever"]] = ""
     shown_by: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[str] = ""
     extreme: ClassVar[Literal["", "least", "largest"]] = ""

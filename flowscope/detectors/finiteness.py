@@ -50,7 +50,12 @@ class NonFinite(Detector):
     kind, level = "non_finite", NUMBERS
     shown_by = ("nonfinite", "nonfinite_grad", "canary", "param_grad_norm")
     # additive masks hold -inf: an input that was non-finite while all else was fine is not a cause
-    begins_with: ClassVar[dict[str, Any]] = {"last_step": None, "harmless_input": False, "last_good": None}
+    begins_with: ClassVar[dict[str, Any]] = {
+        "last_step": None,
+        "harmless_input": False,
+        "last_good": None,
+        "scaled": False,
+    }
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """At most one finding: the first bad tensor."""
@@ -58,8 +63,11 @@ class NonFinite(Detector):
             return self._collapsed_scale(record)
         canary = dict(zip(CANARY, record.metrics.get("canary", np.zeros(4)).tolist(), strict=False))
         sampled = "unsampled" not in record.flags
+        left_out = self._left_out(record)
+        if left_out:
+            canary["backward"] = 0.0
         since, self.state["last_step"] = self.state["last_step"], record.step
-        later = exact = [*self._sampled(record, header, canary)] if sampled else []
+        later = exact = [*self._sampled(record, header, canary, left_out=left_out)] if sampled else []
         later = later or [*self._canary_only(canary, sampled)]
         if not later:
             if sampled:
@@ -80,8 +88,20 @@ class NonFinite(Detector):
         advice = "watch a few steps without scaler and autocast: the first non-finite tensor is then named"
         return [self.found("", scale, SMALLEST_SCALE, words, advice=advice, certain=True)]
 
+    def _left_out(self, record: Record) -> bool:
+        """Whether a GradScaler keeps from the optimizer what overflows in backward.
+
+        Where nobody gave it to watch, the backward passes of steps it skips are those of the next step it takes: the
+        loss was multiplied, and the gradients that were used are finite.
+        """
+        used = record.metrics.get("param_grad_norm")
+        if used is not None and not bool(np.isnan(used).all()):
+            scale = float(record.metrics.get("gradient_scale", np.ones(1))[0])
+            self.state["scaled"] = scale > SMALLEST_SCALE and not bool(np.isinf(used).any())
+        return bool(self.state["scaled"])
+
     def _sampled(
-        self, record: Record, header: RunHeader, canary: Mapping[str, float]
+        self, record: Record, header: RunHeader, canary: Mapping[str, float], *, left_out: bool
     ) -> Iterator[tuple[str, str, str, float]]:
         yield from _weights(record, header, self.state["last_good"])
         for view in each_flow(record, header):
@@ -93,7 +113,7 @@ class NonFinite(Detector):
             yield "loss", "", "the loss (all activations seen are finite)", max(canary.get("loss", 0), 1.0)
         for view in reversed([*each_flow(record, header)]):
             counts = view.get("nonfinite_grad")
-            if counts is not None and bool((counts > 0).any()):
+            if counts is not None and not left_out and bool((counts > 0).any()):
                 at = int(np.flatnonzero(counts > 0)[-1])
                 # a clean gradient at the next point: the block between them made it
                 place = view.block(at) if at < counts.size - 1 else view.point(at)

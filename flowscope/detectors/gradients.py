@@ -113,6 +113,7 @@ class VanishingGradient(Detector):
     kind = "vanishing_gradient"
     yields_to = frozenset({"no_gradient", "symmetry"})
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
+    symptom = "at first"
     shown_by, extreme = ("gradient_product", "gain"), "least"
     begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}, "common": {}, "losses": {}}
 

@@ -30,13 +30,17 @@ class Cause(NamedTuple):
 
 @dataclass
 class Standing:
-    """The count behind one possible alert of one detector: records in a row with the condition, or without it."""
+    """The count behind one possible alert of one detector: records in a row with the condition, or without it.
+
+    What was a note counts anew as a warning (`serious`).
+    """
 
     owner: str
     run: int = 0
     clean: int = 0
     since: int | None = None
     alert: Alert | None = None
+    serious: bool = False
 
 
 @dataclass
@@ -64,8 +68,8 @@ class Ledger:
         known = [key for key, entry in self.entries.items() if entry.owner == owner and key not in found]
         out = [alert for key in known if not told_nothing and (alert := self._clean(key, step)) is not None]
         for finding in found.values():
-            if finding.level != "unseen" and (alert := self._enter(owner, finding, step)) is not None:
-                out.append(alert)
+            if finding.level != "unseen":
+                out += self._enter(owner, finding, step)
         return out
 
     def _clean(self, key: AlertKey, step: int) -> Alert | None:
@@ -80,24 +84,26 @@ class Ledger:
         del self.entries[key]
         return dataclasses.replace(entry.alert, step=step, state="resolved")
 
-    def _enter(self, owner: str, finding: Finding, step: int) -> Alert | None:
-        key = finding.key
+    def _enter(self, owner: str, finding: Finding, step: int) -> list[Alert]:
+        key, serious = finding.key, finding.severity in SERIOUS
         entry = self.entries.setdefault(key, Standing(owner))
         entry.clean = 0
         if finding.level == "near":
             entry.run, entry.since = 0, None
             if entry.alert is None:
                 del self.entries[key]
-            return None
-        if entry.run == 0:
-            entry.since = step
-        entry.run += 1
+            return []
+        if entry.run == 0 or (serious and not entry.serious):
+            entry.run, entry.since = 0, step
+        entry.run, entry.serious = entry.run + 1, serious
         needed = 1 if finding.immediate else finding.records or self.config.warmup_records
-        if entry.alert is not None or entry.run < needed:
-            return None
+        note = entry.alert
+        if (note is not None and (note.severity in SERIOUS or not serious)) or entry.run < needed:
+            return []
         told = {name: getattr(finding, name) for name in TOLD}
         entry.alert = Alert(step=step, since=entry.since, **told)
-        return entry.alert
+        ended = [] if note is None else [dataclasses.replace(note, step=step, state="resolved")]
+        return [*ended, entry.alert]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """JSON-ready; `load_state_dict` is the inverse."""
@@ -109,4 +115,5 @@ class Ledger:
         for row in state:
             kind, flow, cause = row["key"]
             alert = None if row["alert"] is None else Alert.from_json(row["alert"])
-            self.entries[kind, flow, cause] = Standing(row["owner"], row["run"], row["clean"], row["since"], alert)
+            counts = row["owner"], row["run"], row["clean"], row["since"]
+            self.entries[kind, flow, cause] = Standing(*counts, alert, row.get("serious", False))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from flowscope.detectors.detector import Array, Finding
+from flowscope.detectors.detector import Array
 from flowscope.detectors.limit import Beyond, Limit
-from flowscope.records import Record, RunHeader
+from flowscope.records import Record
 
 FIRST_STEP = (0.9, 1.02)
 """Adam's first step moves every entry by the whole learning rate. An optimizer that began otherwise is not judged."""
@@ -20,6 +18,7 @@ class StaleMoment(Limit):
     """Half of the parameters move by more than a multiple of the learning rate: far more than Adam's 0.2 to 0.4."""
 
     kind, metric, above, row, records = "stale_moment", "update_rms", "moment_ratio", "", 1
+    symptom = "ever"
     shown_by = ("update_rms", "param_lr")
     message = (
         "half of the parameters move by more than {value:.3g} times the learning rate in one step (limit {limit:.3g}; "
@@ -40,12 +39,6 @@ class StaleMoment(Limit):
         if self.state["adam"] < 0:
             self.state["adam"] = int(FIRST_STEP[0] < median < FIRST_STEP[1] and record.step == 0)
         return self.metric, np.array([median]) if self.state["adam"] else None
-
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """A note where several players train: their gradients grow and fall with each other's play."""
-        rivals = "other_losses" in record.metrics
-        for finding in super().findings(record, header):
-            yield replace(finding, severity="info") if rivals and finding.level == "beyond" else finding
 
     def more(self, beyond: Beyond) -> str:
         """The parameter that moves most."""

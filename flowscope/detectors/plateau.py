@@ -132,7 +132,9 @@ class LossPlateau(Detector):
             yield self.unseen()
             return
         classes = classes_of(record)
-        if math.isfinite(classes):
+        if state["rivals"] >= PLAYERS:
+            yield self.unseen()  # two players near their equilibrium guess
+        elif math.isfinite(classes):
             yield from said(self._at_chance(record, classes, steady=steady))
         elif "loss_classes" in record.metrics:
             yield from said(self._at_start(record, steady=steady))
@@ -161,7 +163,7 @@ class LossPlateau(Detector):
         """A loss without a level of guessing, which has never fallen though its noise would show it."""
         state, window = self.state, np.array(self.state["window"])
         first, late = np.array(state["first"]), window[-len(window) // 2 :]
-        if not state["fresh"] or state["rivals"] >= PLAYERS or first.size < BEGINNING or not bool((window > 0).all()):
+        if not state["fresh"] or first.size < BEGINNING or not bool((window > 0).all()):
             return self.unseen()
         start, level = float(first.mean()), float(late.mean())
         state["lowest"] = min(state["lowest"], level)

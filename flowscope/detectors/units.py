@@ -16,6 +16,7 @@ class DeadUnits(Limit):
     kind, metric, above, per = "dead_units", "dead_lasting", "dead_units", "module"
     tells, release = "first", SHARE_RELEASE
     yields_to = frozenset({"token_collapse"})
+    symptom = "ever"
     shown_by = ("dead_fraction",)
     message = (
         "{value:.0%} of the units of {label} were off for all the data of the step (limit {limit:.0%}); {count} of "
@@ -50,6 +51,7 @@ class Saturation(Limit):
 
     kind, metric, above, per = "saturation", "saturation", "saturation", "module"
     tells, release = "first", SHARE_RELEASE
+    symptom = "ever"
     message = (
         "{value:.0%} of the values of {where} are saturated (limit {limit:.0%}): the derivative is nearly zero there; "
         "{count} of {size} such modules are beyond the limit"

@@ -96,6 +96,7 @@ class UpdateTooLarge(Detector):
     """A step changes a parameter by more than the largest norm it ever had, or all weights by a third of theirs."""
 
     kind = "update_too_large"
+    symptom = "ever"
     shown_by = ("update_ratio",)
     advice = "lower the learning rate (by 10 as a first try), or warm it up"
     # the largest norm so far by parameter, and where the weights began
