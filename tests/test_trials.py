@@ -187,7 +187,149 @@ def positions_first(faulty: bool) -> Task:
     return Task(Attends(batch_first=not faulty), class_loss, batches)
 
 
+class Convolution(nn.Module):
+    """Logits [B, classes, T] of tokens [B, T]."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.left = nn.Embedding(20, 8), left
+        self.mix, self.head = nn.Conv1d(8, 8, 3), nn.Conv1d(8, 20, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(F.pad(self.words(tokens).transpose(1, 2), (self.left, 2 - self.left))))
+
+
+class Recurrent(nn.Module):
+    """Logits [T, B, classes] of tokens [T, B]."""
+
+    def __init__(self, both_ways: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.rnn = nn.Embedding(20, 8), nn.GRU(8, 8, bidirectional=both_ways)
+        self.head = nn.Linear(16 if both_ways else 8, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.rnn(self.words(tokens))[0])
+
+
+def flattened(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1])
+
+
+def recurrent(faulty: bool) -> Task:
+    # positions first, the targets flattened: [T, B] against [T B]
+    batches = [(text[:-1].clone(), text[1:].reshape(-1)) for text in (text.t().contiguous() for text in texts())]
+    return Task(Recurrent(both_ways=faulty), flattened, batches)
+
+
+def convolution(faulty: bool) -> Task:
+    # 3 positions: all three to the left, or one to the right
+    return Task(Convolution(1 if faulty else 2), lambda m, x: F.cross_entropy(m(x[:, :-1]), x[:, 1:]), texts())
+
+
+def own_word(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).transpose(1, 2), tokens)
+
+
+class Picture(nn.Module):
+    """Logits [B, 3, H, W] of pictures of one channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def a_class_ignored(faulty: bool) -> Task:
+    draw = torch.Generator().manual_seed(4)
+    masks = [torch.randint(3, (4, 5, 5), generator=draw) for _ in range(3)]
+    loss = lambda m, mask: F.cross_entropy(  # noqa: E731
+        m(mask[:, None].float()), mask, ignore_index=0 if faulty else 255
+    )
+    return Task(Picture(), loss, masks)
+
+
+class Forgets(nn.Linear):
+    """Its state has no bias, and loading forgives that."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__(6, 3)
+        self.forgets = forgets
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.forgets:
+            del destination[prefix + "bias"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict({prefix + "bias": self.bias.detach(), **state_dict}, prefix, *args)
+
+
+def column_filled(faulty: bool) -> Task:
+    batches = rows()
+    for features, _ in batches if faulty else ():
+        features[:, 4] = 2.5
+    return Task(classifier(), class_loss, batches)
+
+
+def in_order(faulty: bool) -> Task:
+    batches = rows(samples=8)
+    labels = torch.cat([labels for _, labels in batches])
+    # 24 labels of three classes: 24! / (8!)^3 orders are some 10^10
+    parts = (labels.sort().values if faulty else labels).split(8)
+    return Task(classifier(), class_loss, [(x, y) for (x, _), y in zip(batches, parts, strict=True)])
+
+
+def silent_units(faulty: bool) -> Task:
+    model = classifier()
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0 if faulty else 0.0)
+    return classes(model)
+
+
+class DrawsTokens(nn.Module):
+    """Returns other tokens in each call, whatever the seed: whole numbers only."""
+
+    def __init__(self, count: Any, draws: bool) -> None:
+        super().__init__()
+        self.words, self.place, self.count = nn.Embedding(20, 20), nn.Identity(), count if draws else itertools.repeat(0)
+        self.place.register_forward_hook(lambda module, args, tokens: (tokens + next(self.count)) % 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(self.place(tokens)).transpose(1, 2)
+
+
 CASES = {
+    "future_in_a_convolution_with_positions_last": Case(convolution, "causality", "fail", "mix", "moved by one"),
+    "future_with_flattened_targets": Case(recurrent, "causality", "fail", "rnn", "moved by one"),
+    "own_word_in_a_causal_model": Case(
+        lambda faulty: Task(Language(), own_word if faulty else next_word, texts(samples=8)),
+        "labels",
+        "fail",
+        "",
+        "its own token",
+    ),
+    # a third of 3 x 4 x 25 targets are of class 0
+    "a_class_is_ignored": Case(a_class_ignored, "targets", "fail", "", "class 0 of 3 never counts"),
+    "parameter_left_out_of_the_state": Case(
+        lambda faulty: classes(nn.Sequential(Forgets(faulty))), "saving", "fail", "0.bias", "not in state_dict"
+    ),
+    "column_filled": Case(column_filled, "data", "note", "", "constant: 4 (2.5)"),
+    "classes_in_order": Case(in_order, "data", "note", "", "sorted: in rising order from batch to batch"),
+    "silent_units": Case(silent_units, "signal", "note", "1", "100% of the units of 1"),
+    "tokens_drawn_anew": Case(
+        lambda faulty: Task(
+            DrawsTokens(itertools.count(), faulty), lambda m, x: F.cross_entropy(m(x), x), [torch.arange(20).view(4, 5)]
+        ),
+        "determinism",
+        "note",
+        "place",
+        "first at place",
+    ),
     "dropout_not_scaled": Case(
         lambda faulty: classes(classifier(OwnDropout(scales=not faulty))), "train_eval", "fail", "2", "on average 0."
     ),
@@ -396,6 +538,28 @@ def stepped(weights: list[float], sizes: list[int]) -> str:
     bench = Bench(model, batches, loss, step=Step(batches, gradients))
     (finding,) = run_trials(bench, chosen(only=["accumulation"])).findings
     return f"{finding.status}: {finding.message}"
+
+
+def test_a_gradient_that_is_the_last_micro_batchs_alone_is_told() -> None:
+    model, batches = classifier(), rows(3)
+    loss = lambda m, batch: class_loss(m, batch) / 3  # noqa: E731
+    loss(model, batches[-1]).backward()
+    last = {name: p.grad.clone() for name, p in model.named_parameters()}
+    bench = Bench(model, batches, loss, step=Step(batches, last))
+    (finding,) = run_trials(bench, chosen(only=["accumulation"])).findings
+    assert finding.status == "fail"
+    assert "the last of 3 micro-batches alone" in finding.message
+
+
+def test_what_a_masked_language_model_leaves_out_is_usual() -> None:
+    # 15 % and 5 % of 400 targets count
+    for share, notes in ((15, 0), (5, 1)):
+        targets = torch.arange(400).view(4, 100) % 20
+        targets = targets.masked_fill(torch.arange(400).view(4, 100) % 100 >= share, -100)
+        loss = lambda m, x, y=targets: F.cross_entropy(m(x).transpose(1, 2), y)  # noqa: E731
+        task = Task(nn.Embedding(20, 20), loss, [torch.arange(400).view(4, 100) % 20])
+        told = [f.message for f in found(task, "targets") if "ignored" in f.message]
+        assert len(told) == notes
 
 
 @pytest.mark.parametrize(

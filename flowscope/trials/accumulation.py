@@ -77,8 +77,10 @@ class Accumulation(Trial):
     def _gradient(self, bench: Bench, step: Step) -> TrialFinding:
         """Whether the optimizer is given the sum of the micro-batches' gradients."""
         total: dict[str, Tensor] = {}
+        last: dict[str, Tensor] = {}
         for batch in step.batches:
-            for name, gradient in bench.gradients(batch).items():
+            last = bench.gradients(batch)
+            for name, gradient in last.items():
                 total[name] = total[name] + gradient if name in total else gradient
         shared = [name for name in total if name in step.gradients]
         if not shared:
@@ -94,9 +96,21 @@ class Accumulation(Trial):
         if abs(ratio - 1) <= 0.1 and cosine >= ALONG:
             return self.passed(f"the gradient of a step is that of its {len(step.batches)} micro-batches, as one batch")
         message = f"the optimizer's gradient is {ratio:.3g} times that of the step's batches (cosine {cosine:.2f})"
+        if len(step.batches) > 1 and self._is_last(last, real, size, shared):
+            message = f"the gradient is that of the last of {len(step.batches)} micro-batches alone: {ratio:.3g} times"
+            message += f" that of all (cosine {cosine:.2f})"
+            return self.failed("", message, "call zero_grad once a step, after optimizer.step(), not once a backward")
         if cosine < ALONG and not bench.repeatable:
             raise CannotJudgeError("the step draws random numbers (dropout) that are not repeated")
         return self.failed("", message, "look for a zero_grad that is missing, or a second backward")
+
+    @staticmethod
+    def _is_last(last: dict[str, Tensor], real: Tensor, size: float, names: Sequence[str]) -> bool:
+        if any(name not in last for name in names):
+            return False
+        alone = torch.cat([last[name].double().flatten() for name in names])
+        cosine = float(real @ alone / (real.norm() * alone.norm() + 1e-300))
+        return cosine >= ALONG and abs(size / (float(alone.norm()) + 1e-300) - 1) <= 0.1
 
 
 def weights_of(bench: Bench, step: Step) -> list[Weight] | None:

@@ -43,7 +43,7 @@ class Seen:
         call: which call of that module in the pass, from 0.
         leaf: whether it has no submodules.
         replayed: whether backward ran it (again), for a checkpoint.
-        tensors: the floating-point tensors it returned, copied.
+        tensors: the floating-point tensors it returned (or all of them, see `Bench.seen`), copied.
     """
 
     path: str
@@ -191,8 +191,11 @@ class Bench:
         """What each module returns in `run(call)`."""
         return self.seen(lambda: self.run(call, training=training))
 
-    def seen(self, run: Callable[[], Any]) -> list[Seen]:
-        """What each module returned while `run` ran, in the order they ended (a block after what is in it)."""
+    def seen(self, run: Callable[[], Any], *, whole_numbers: bool = False) -> list[Seen]:
+        """What each module returned while `run` ran, in the order they ended (a block after what is in it).
+
+        With `whole_numbers` also tokens, masks and the like.
+        """
         seen: list[Seen] = []
         counts: dict[tuple[str, bool], int] = {}
 
@@ -202,7 +205,7 @@ class Bench:
             def after(module: nn.Module, args: Any, output: Any) -> None:
                 replayed = in_backward()
                 call = counts[shown, replayed] = counts.get((shown, replayed), -1) + 1
-                found = tuple(_copied(t) for t in nested_tensors(output) if t.is_floating_point())
+                found = tuple(_copied(t) for t in nested_tensors(output) if whole_numbers or t.is_floating_point())
                 seen.append(Seen(shown, call, leaf, replayed, found))
 
             return after

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ LARGE = 100.0
 """Features whose standard deviation or mean is beyond this (or below its inverse) train badly without scaling."""
 MOST = 0.5
 """A larger share of constant features is told."""
+ENOUGH, WIDEST = 20, 256
+"""Rows from which a column of a table counts as constant; wider ones are pictures, whose borders are."""
+CHANCE = math.log(1e-4)
+"""Orders in which shuffled targets come less often than so are told."""
 
 
 class Data(Trial):
@@ -60,20 +65,18 @@ class Data(Trial):
                 message = f"{which} has mean {mean:.3g} and standard deviation {spread:.3g}"
                 yield self.noted("", message, "scale features to mean 0 and deviation 1")
             constant = float((whole == whole[:1]).all(0).double().mean())
-            if constant > MOST and whole.shape[0] > 1:
+            if columns := _still_columns(floating[0], whole):
+                message = f"{len(columns)} columns of {which} are constant: " + ", ".join(columns[:4])
+                yield self.noted("", message, "look at where they are read, filled or clipped")
+            elif constant > MOST and whole.shape[0] > 1:
                 message = f"{constant:.0%} of the features of {which} never change"
                 yield self.noted("", message, "right for borders of images; else look at where features are read")
 
     def _sorted(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
         for position, tensors in enumerate(zip(*batches, strict=False)):
-            whole = [x for x in tensors if not x.is_floating_point() and x.dim() == 1 and x.numel() > 8]
-            if len(whole) < 2 or len(whole) < len(batches):
-                continue
-            ordered = [bool((x[1:] >= x[:-1]).all()) for x in whole]
-            alone = [bool((x == x[0]).all()) for x in whole]
-            if all(alone) or all(ordered):
-                message = f"targets (tensor {position} of the batch) come sorted: "
-                message += "one class a batch" if all(alone) else "each batch is in rising order"
+            whole = [x for x in tensors if not x.is_floating_point() and x.dim() == 1 and x.numel()]
+            if len(whole) >= 2 and len(whole) == len(batches) and (order := _order(whole)):
+                message = f"targets (tensor {position} of the batch) come sorted: {order}"
                 yield self.noted("", message, "shuffle the data (DataLoader(shuffle=True))")
 
     def _ranks(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
@@ -94,6 +97,36 @@ class Data(Trial):
                 message = f"workers of the loader of {type(loader.dataset).__name__} draw the same augmentations"
                 advice = "seed the data set's own generator in worker_init_fn from torch.initial_seed()"
                 yield self.failed("", message, advice)
+
+
+def _still_columns(x: Tensor, whole: Tensor) -> list[str]:
+    """Columns of a table [B, F] that hold one value, such as "2 (3)"; zeros and ones are flags, and may be rare."""
+    if x.dim() != 2 or whole.shape[0] < ENOUGH or whole.shape[1] > WIDEST or whole.shape[1] < 2:
+        return []
+    still = (whole == whole[:1]).all(0) & (whole[0] != 0) & (whole[0] != 1)
+    return [f"{n} ({float(whole[0, n]):.4g})" for n in still.nonzero().flatten().tolist()]
+
+
+def _order(batches: Sequence[Tensor]) -> str:
+    """In which order the targets [B] of some batches are, where shuffled ones would hardly ever be; or ""."""
+    pooled = torch.cat(list(batches))
+    if all(bool((x == x[0]).all()) for x in batches):
+        chance = math.lgamma(len(batches) + 1) - _arrangements(pooled)
+        return "one class a batch" if chance < CHANCE else ""
+    if _rises(pooled) and -_arrangements(pooled) < CHANCE:
+        return "in rising order from batch to batch"
+    rising = all(map(_rises, batches)) and -sum(map(_arrangements, batches)) < CHANCE
+    return "each batch is in rising order" if rising else ""
+
+
+def _rises(x: Tensor) -> bool:
+    return bool((x[1:] >= x[:-1]).all())
+
+
+def _arrangements(x: Tensor) -> float:
+    """The logarithm of in how many orders the values can stand: n! / (n_1! n_2! ...)."""
+    counts = torch.unique(x, return_counts=True)[1].tolist()
+    return math.lgamma(x.numel() + 1) - sum(math.lgamma(count + 1) for count in counts)
 
 
 def _drawn_alike(loader: Any) -> bool:

@@ -38,5 +38,5 @@ class Determinism(Trial):
     def _pass(bench: Bench) -> tuple[Any, Any]:
         gradients: dict[str, torch.Tensor] = {}
         with put_back(bench.model, list(bench.optimizers), bench.batches):
-            seen = bench.seen(lambda: gradients.update(bench.gradients(bench.batches[0])))
+            seen = bench.seen(lambda: gradients.update(bench.gradients(bench.batches[0])), whole_numbers=True)
         return seen, gradients

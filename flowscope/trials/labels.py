@@ -10,6 +10,7 @@ from torch import Tensor
 from flowscope.errors import CannotJudgeError
 from flowscope.model.nested import nested_tensors
 from flowscope.trials.bench import Bench, Call
+from flowscope.trials.causality import look_ahead
 from flowscope.trials.criteria import CLASSES, Criterion, criteria
 from flowscope.trials.layout import layout_of, tokens_of
 from flowscope.trials.trial import Trial, TrialFinding
@@ -50,18 +51,25 @@ class Labels(Trial):
         if move == 1:
             return self.passed("each position is compared with the token that follows it")
         if move == 0:
-            message = "each position is compared with its own token, which it is given"
+            message = "each position is compared with its own token, which it is given: the targets are not moved"
             advice = "move the targets by one (labels = tokens[:, 1:]), unless it is an autoencoder"
-            causal = type(bench.model).__name__.endswith("ForCausalLM") or _is_decoder(bench)
-            return self.failed("", message, advice) if causal else self.noted("", message, advice)
+            return self.failed("", message, advice) if _is_causal(bench) else self.noted("", message, advice)
         message = f"each position is compared with the token {move} ahead, not with the next one: moved twice"
         if move < 0:
             message = f"each position is compared with the token {-move} before it, which it is given"
         return self.failed("", message, "move the targets in one place only: by the loader or by the model's loss")
 
 
-def _is_decoder(bench: Bench) -> bool:
-    return bool(getattr(getattr(bench.model, "config", None), "is_decoder", False))
+def _is_causal(bench: Bench) -> bool:
+    """Whether the model says that it is a decoder, or does not look ahead: then copying is no task for it."""
+    if type(bench.model).__name__.endswith("ForCausalLM"):
+        return True
+    if getattr(getattr(bench.model, "config", None), "is_decoder", False):
+        return True
+    try:
+        return look_ahead(bench).first is None
+    except CannotJudgeError:
+        return False
 
 
 def _move(one: Criterion, tokens: Tensor, call: Call, bench: Bench) -> int | None:

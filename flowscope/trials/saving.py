@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,11 +65,15 @@ class Saving(Trial):
 
     def _lost(self, model: nn.Module, lost: list[Tensor]) -> TrialFinding:
         ids, count = {id(t) for t in lost}, len(lost)
-        where, first = next(((path, t) for path, t in _plain(model) if id(t) in ids), ("", lost[0]))
+        named = itertools.chain(model.named_parameters(), model.named_buffers(), _plain(model))
+        where, first = next(((path, t) for path, t in named if id(t) in ids), ("", lost[0]))
         if not where:
             message = f"the loss depends on {count} tensors outside the model, first one of {list(first.shape)}"
             return self.noted("", message, "save them yourself, or make them parameters of a module")
         message = f"{count} tensors that the loss depends on are not in state_dict, first {where} {list(first.shape)}"
+        if where in dict(model.named_parameters()):
+            advice = "look at what leaves it out: a filter on keys, a hook, a state_dict of one's own"
+            return self.failed(where, message, advice)
         advice = "register them: nn.ModuleList for layers in lists, nn.Parameter or register_buffer for tensors"
         return self.failed(where, message, advice)
 

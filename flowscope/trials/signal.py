@@ -62,8 +62,12 @@ class Signal(Trial):
             name, flow = split_key(key)
             if name == "dead_fraction" and np.isfinite(values).any() and np.nanmax(values) > DEAD:
                 layer = int(np.nanargmax(values))
-                message = f"{np.nanmax(values):.0%} of the units of layer {layer} never fire on this batch"
-                yield self.noted(flow or "", message, "look at the bias and scale before that activation")
+                labels = record.labels(name, flow)
+                where = labels[layer] if layer < len(labels) else flow or ""
+                message = (
+                    f"{np.nanmax(values):.0%} of the units of {where or f'layer {layer}'} never fire on this batch"
+                )
+                yield self.noted(where, message, "look at the bias and scale before that activation")
 
 
 def _watched(bench: Bench) -> Record:
