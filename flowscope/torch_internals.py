@@ -31,6 +31,11 @@ def in_backward() -> bool:
     return backward_under_way() != -1
 
 
+def saves_otherwise() -> bool:
+    """Whether hooks stand between a node and the tensors it saves: a checkpoint, an offloader."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call it once when the backward pass under way has ended, after what was asked for before."""
     Variable._execution_engine.queue_callback(call)

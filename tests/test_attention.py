@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from attention_models import BY_HEAD, NAMES, B, D, H, Stack, T, data, logits_of, naive
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from two_ranks import torchrun
 from watch_models import close_to, watched
@@ -27,7 +28,7 @@ import flowscope
 from flowscope.hooks import attention_layers
 from flowscope.hooks.attention_calls import Rows, attention_modules
 from flowscope.hooks.compiled import NO_ATTENTION
-from flowscope.sums import attention_table
+from flowscope.sums import attention_rows, attention_table
 from flowscope.sums.attention_rows import Product, head_sums, row_values, strides
 from flowscope.sums.attention_table import AttentionStep, blank
 from flowscope.sums.payload import Sharing
@@ -335,6 +336,56 @@ def test_what_gets_no_backward_is_not_counted() -> None:
         model.train()
         optimizer.step()
     the_same(scope.records, expected(model))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_pass_is_trained_where_a_gradient_reaches_its_first_or_its_last_layer(cut: bool) -> None:
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    truth = expected(model, passes=1)
+    held: list[Tensor] = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: held.append(output))
+    if cut:
+        model.blocks[2].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    with watched(model, optimizer) as scope:
+        output = model(data(0))
+        (output if cut else held[0]).square().mean().backward()
+        model(data(1))  # of which nothing is trained
+        optimizer.step()
+    the_same(scope.records, truth)
+
+
+class WritesQueries(nn.Module):
+    """Multiplied copies of its queries, so that nothing forbids to write to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.num_heads = nn.Linear(D, D), nn.Linear(D, D), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x)[:, None], self.k(x)[:, None]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, k)
+        q.zero_()
+        return out[:, 0]
+
+
+def test_queries_that_are_written_to_after_the_call() -> None:
+    model = nn.Sequential(nn.Linear(D, D), WritesQueries())
+    records = steps(model, passes=1, count=3)
+    with torch.no_grad():
+        x = model[0](data(0))
+        truth = naive([whole(model[1].q(x)[:, None], model[1].k(x)[:, None])])
+    assert "attention_entropy" not in records[0].metrics  # seen too late, and known from then on
+    for record, name in itertools.product(records[1:], NAMES):
+        close_to(record[name], [truth[name]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("entries", [0, 600, 1200, 1 << 16])  # a call has B H T T = 588
+def test_however_many_calls_are_read_at_once(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_rows, "ENTRIES", entries)
+    model = Stack(depth=5)
+    the_same(steps(model), expected(model))
 
 
 class Raises(nn.Module):

@@ -16,13 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from flowscope.model.hidden_state import is_compiling
 from flowscope.sums.attention_rows import OFF, Product, heads_last, masked, product_logits, strides
-from flowscope.sums.statistics import is_host
 from flowscope.torch_internals import newest_mode
 
 LARGE = 1 << 24
 """Of keys with more entries than this, those of one sample only."""
-FEW = 1 << 14
-"""Keys with up to so many entries are copied on the host, and many layers multiplied at once; else at the call."""
 
 _CLASS = re.compile(r"att(entio)?n", re.IGNORECASE)
 _QUERY = re.compile(
@@ -83,19 +80,16 @@ class Rows:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor | Product:
-        """Logits of rows of `scaled_dot_product_attention`, whose arguments these are; later where that is cheaper."""
+        """Logits of rows of `scaled_dot_product_attention`, whose arguments these are; their factors without a mask."""
         del value, dropout_p, enable_gqa
         whole = query.shape[:-1]
         query, key = heads_last(query.detach(), self.heads), heads_last(key.detach(), self.heads)
         b, t = self._strides(query.shape[0], query.shape[2], key)
-        product = Product(query[::b, :, ::t], key[::b], (scale, is_causal, query.shape[2], t))
-        if attn_mask is None and is_host(query) and product.key.numel() <= FEW:
-            return Product(product.query.clone(), product.key.clone(), product.kind)
-        logits = product.logits()
-        if attn_mask is not None:
-            mask = heads_last(attn_mask.detach().expand(*whole, key.shape[2]), self.heads)
-            logits = masked(logits, mask[::b, :, ::t])
-        return logits
+        product = Product(query[::b, :, ::t], key[::b], scale, is_causal, query.shape[2], t)
+        if attn_mask is None:
+            return product
+        mask = heads_last(attn_mask.detach().expand(*whole, key.shape[2]), self.heads)
+        return masked(product.logits(), mask[::b, :, ::t])
 
     def of_flex(
         self,

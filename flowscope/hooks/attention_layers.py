@@ -6,11 +6,12 @@ exist: there a mark on the device says which layer runs.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +37,17 @@ class Layer:
 
     def __init__(self, path: str, number: int, *, within: bool) -> None:
         self.label, self.number, self.within = display_path(path), number, within
+        self._chain = re.sub(r"\d+", "", path)
         self.has_run = False
         """Whether it ran outside of compiled code."""
         self.entered = False
         """Whether a pass with gradient of the forward under way was seen."""
         self.marks: dict[torch.device, Tensor] = {}
         """[1] its number, on each device."""
+
+    def follows(self, other: Layer) -> bool:
+        """Whether it is further down the same chain of layers."""
+        return self.number > other.number and self._chain == other._chain
 
     def is_first_pass(self, *, recomputing: bool) -> bool:
         """Whether no earlier pass of a call waits for its gradient: a checkpoint's recomputation mostly is none."""
@@ -51,7 +57,7 @@ class Layer:
         return True
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """A call of a layer that is under way.
 
@@ -66,15 +72,29 @@ class Call:
     products: set[tuple[int, ...]] = field(default_factory=set)
 
 
+class Forward(Protocol):
+    """A forward of the model."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+
 class AttentionLayers:
     """The layers of a model; while one runs, torch functions that may be part of attention are shown.
 
     Args:
         held: paths and modules.
         saw: told of each function: its kind, what it returned, its arguments.
+        begin: told where a forward of the model begins outside of compiled code; what it returns is `forward()` until
+            it ends.
     """
 
-    def __init__(self, held: Sequence[tuple[str, nn.Module]], saw: Callable[[str, Any, Any, Any], None]) -> None:
+    def __init__(
+        self,
+        held: Sequence[tuple[str, nn.Module]],
+        saw: Callable[[str, Any, Any, Any], None],
+        begin: Callable[[], Forward],
+    ) -> None:
         paths = [path for path, _ in held]
         around = [
             [other for other in paths if other != path and path.startswith(f"{other}." if other else "")]
@@ -87,7 +107,7 @@ class AttentionLayers:
         """[1] the number of the layer that runs, on each device; kept where a part of the model is compiled."""
         self.unseen = False
         """Whether compiled code ran on a torch in which attention cannot be seen there."""
-        self._held, self._saw = held, saw
+        self._held, self._begin = held, begin
         self._under_way = threading.local()
         self._inside, self._around = Looking(saw), Looking(saw)
         """Pushed while one layer runs, and while the whole model does, where parts of it are compiled."""
@@ -126,6 +146,10 @@ class AttentionLayers:
         calls: list[Call] = self._under_way.__dict__.setdefault("calls", [])
         return calls
 
+    def forward(self) -> Any:
+        """What `begin` returned for the forward of the model under way in this thread, None outside of one."""
+        return getattr(self._under_way, "forward", None)
+
     def _looks(self, module: nn.Module) -> bool:
         if self._hooks.switch.paused or not torch.is_grad_enabled():
             return False
@@ -138,8 +162,14 @@ class AttentionLayers:
         self.unseen = self.unseen or (compiles and not HOOKED_INTERMEDIATES)
         if self._whole:
             self._around.start()
+        if not is_compiling() and self._looks(module):
+            self._under_way.forward = self._begin()
 
     def _leave_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        forward = None if is_compiling() else self.forward()
+        if forward is not None:
+            self._under_way.forward = None
+            forward.end()
         if self._around.is_on_top():
             self._around.stop()
 

@@ -9,6 +9,7 @@ Axis letters: N positions (B*T), D channels.
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 
@@ -26,15 +27,20 @@ _depth = partial(Metric, view="Depth", scale="log")
 SMALL = 2.0**-64
 
 
+@functools.lru_cache(maxsize=8)
+def _ones(rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.ones(1, rows, dtype=dtype)
+
+
 def _host_sums(square: Tensor, end: float) -> Tensor:
     """The sums of squares [N, D] on the host: products of matrices, as each small operation costs there."""
-    flat = square.flatten()
-    channels = (square.new_ones(1, square.shape[0]) @ square)[0].double().numpy()
+    flat = square.view(-1)
+    fourth, largest = torch.dot(flat, flat).item(), math.sqrt(flat.max().item())
+    channels = (_ones(square.shape[0], square.dtype) @ square).numpy()[0].astype(np.float64)
     number = int(channels.argmax())
-    top, largest = float(channels[number]), math.sqrt(flat.max().item())
-    fourth = float(torch.dot(flat, flat))
-    sums = flat.numel(), channels.sum(), fourth, top, top * number, top * number**2, largest, largest / end
-    return torch.tensor(sums, dtype=torch.float64)
+    top = float(channels[number])
+    sums = flat.shape[0], channels.sum(), fourth, top, top * number, top * number**2, largest, largest / end
+    return torch.from_numpy(np.array(sums, dtype=np.float64))
 
 
 class ActivationShape(PointStatistic):

@@ -10,7 +10,7 @@ Axis letters: B batch, H heads, T queries, S keys, R rows looked at (of T), D fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,14 @@ from flowscope.config import WatchConfig
 from flowscope.hooks import compiled
 from flowscope.hooks.attention_calls import Rows, attention_modules, head_count
 from flowscope.hooks.attention_layers import AttentionLayers
+from flowscope.hooks.attention_pass import Later, Pass, later
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import is_compiling
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
-from flowscope.sums.attention_rows import HEADS, ROWS, SINK, Product, all_values, head_sums, row_values
+from flowscope.sums.attention_rows import HEADS, ROWS, SINK, Piles, Product, Seen, calls_sums, head_sums, row_values
 from flowscope.sums.attention_table import AttentionStep, add, blank, combined, fitted
 from flowscope.sums.statistics import full_precision, wide
 
@@ -87,7 +88,12 @@ ATTENTION: tuple[Metric, ...] = (
 
 
 class Attention(Instrument):
-    """The attention layers of a model: each adds to its row of one table a device, which the traced ones need."""
+    """The attention layers of a model: each adds to its row of one table a device, which the traced ones need.
+
+    Queries and keys are read when the forward ends, as long as its graph keeps them; else at the call. What is copied
+    of them are logits, 256 KiB of them and as much room beside for calls of one shape (`Piles`), and of each call three
+    numbers a row until the step ends.
+    """
 
     name = "attention"
     metrics = ATTENTION
@@ -102,8 +108,9 @@ class Attention(Instrument):
         heads = {head_count(module) for _, module in held}
         self._rows = Rows(limit, max(heads) if len(heads) == 1 else 0)
         self._heads = min(max(heads), MOST_HEADS) if 0 not in heads else SOME
-        self._layers = AttentionLayers(held, self.saw)
-        self._waiting: list[tuple[int, Tensor | Product]] = []
+        self._layers = AttentionLayers(held, self.saw, self._begin)
+        self._piles, self._may_wait = Piles(), True
+        self._waiting: list[Seen] = []
         self._tables: dict[torch.device, Tensor] = {}
         self._known = np.zeros(len(held), bool)
         """[N] which have ever shown attention: they have a row in every record."""
@@ -139,10 +146,7 @@ class Attention(Instrument):
             if kind == "scores":
                 self._saw_product(out, args)
             elif kind != "softmax" or self._is_attention(args[0], kwargs.get("dim", args[1] if args[1:] else None)):
-                result = out if isinstance(out, Tensor) else out[0]
-                with torch.no_grad(), full_precision(result):
-                    rows = self._rows.of(kind)(*args, **kwargs)
-                    self._wait(result, rows if isinstance(rows, Product) else row_values(rows))
+                self._saw_attention(kind, out if isinstance(out, Tensor) else out[0], args, kwargs)
         except Exception as error:
             self._hooks.faults.report(self.fuse, error)
 
@@ -158,22 +162,47 @@ class Attention(Instrument):
             return logits.shape[-1] == logits.shape[-2]
         return tuple(logits.shape[-2:]) in self._layers.calls()[-1].products
 
-    def _wait(self, result: Tensor, values: Tensor | Product) -> None:
-        """Let the values of a call's rows wait for the gradient of its result."""
+    def _saw_attention(self, kind: str, result: Tensor, args: Any, kwargs: Any) -> None:
+        """A layer has computed attention: let its numbers wait for the gradient of the result."""
         if is_compiling():
-            assert isinstance(values, Tensor)
-            # at once: a table that the backward changes must not be what its forward has saved for it
-            self._add_traced(head_sums(values))
+            with torch.no_grad(), full_precision(result):
+                rows = self._rows.of(kind)(*args, **kwargs)
+                # at once: a table that the backward changes must not be what its forward has saved for it
+                self._add_traced(head_sums(row_values(rows.logits() if isinstance(rows, Product) else rows)))
             return
-        deposit = partial(self._deposit, (self._layers.calls()[-1].layer.number, values))
-        if result.requires_grad:
-            self._hooks.on_gradient(result, self.fuse, deposit, "attention")
+        layer, forward = self._layers.calls()[-1].layer, self._layers.forward()
+        call = Seen(layer.number)
+        waits = forward is not None and self._may_wait and kind == "product"
+        if waits and (waiting := later(call, result, args, kwargs)) is not None:
+            forward.wait(waiting)
         else:
-            deposit(None)
+            with torch.no_grad(), full_precision(result):
+                self._piles.add(call, self._rows.of(kind)(*args, **kwargs))
+        if not result.requires_grad:
+            self._count([call])
+        elif forward is None:
+            self._on_gradient(result, lambda gradient: self._count([call]))
+        else:
+            forward.join(call, layer, result)
 
-    def _deposit(self, call: tuple[int, Tensor | Product], gradient: Tensor | None) -> None:
-        del gradient
-        self._waiting.append(call)
+    def _begin(self) -> Pass:
+        return Pass(self._on_gradient, self._count, partial(self._hooks.faults.guard, self.fuse, self._read_rows))
+
+    def _on_gradient(self, result: Tensor, arrived: Callable[[Tensor | None], None]) -> None:
+        self._hooks.on_gradient(result, self.fuse, arrived, "attention")
+
+    def _read_rows(self, waiting: Sequence[Later]) -> None:
+        """The forward has ended: read the calls that have waited for it."""
+        for call in waiting:
+            if call.is_unchanged():
+                with torch.no_grad():
+                    self._piles.add(call.call, self._rows.of_product(*call.args, **call.kwargs))
+            else:
+                self._may_wait = False  # this call is not counted; from now on they are read at once
+
+    def _count(self, calls: Sequence[Seen]) -> None:
+        """These calls are trained."""
+        self._waiting.extend(calls)
         if len(self._waiting) >= WAITING * len(self._known):
             self._settle()
 
@@ -188,13 +217,13 @@ class Attention(Instrument):
 
     def _settle(self) -> None:
         """Add up the calls that wait."""
+        self._piles.read()
         waiting, self._waiting = self._waiting, []
-        values = all_values([values for _, values in waiting])
-        alike = len({(v.shape, v.device) for v in values}) == 1
-        sums = head_sums(torch.stack(values)).unbind() if alike else [*map(head_sums, values)]
-        for device in {numbers.device for numbers in sums}:
-            calls = zip((layer for layer, _ in waiting), sums, strict=True)
-            add(self._table(device), ((layer, numbers) for layer, numbers in calls if numbers.device == device))
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for layer, sums in calls_sums([call for call in waiting if call.values is not None]):
+            by_device.setdefault(sums.device, []).append((layer, sums))
+        for device, calls in by_device.items():
+            add(self._table(device), calls)
 
     def discard(self) -> None:
         """Forget what was deposited."""

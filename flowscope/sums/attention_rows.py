@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,21 +26,26 @@ OFF = -1e30
 """Stands for -inf."""
 MOST = 16
 """Where there are more rows than all are looked at of, about so many are: of one sample if it has as many."""
+ENTRIES = 1 << 16
+"""So many logits are read at once, at most: what fits a cache."""
+SHAPES = 8
+"""Of so many shapes some may wait."""
 
 
-def row_values(logits: Tensor) -> Tensor:
-    """Return [3, B, H, R]: of each row the entropy, the share on the first key, and the largest logit.
+def row_values(logits: Tensor, shares: Tensor | None = None) -> Tensor:
+    """Return [..., 3, B, H, R]: of each row the entropy, the share on the first key, and the largest logit.
 
     The entropy is log Z - sum(p l) in nats, with l the logits less the largest, Z = sum exp l, p = exp(l) / Z; the
     largest p is 1 / Z.
 
     Args:
-        logits: [B, H, R, S] fp32 after scale, bias and mask, with OFF where a pair is masked; overwritten.
+        logits: [..., B, H, R, S] fp32 after scale, bias and mask, with OFF where a pair is masked; overwritten.
+        shares: likewise, room for the attention matrix.
     """
     top = logits.amax(-1, keepdim=True)
-    shares = logits.sub_(top).softmax(-1)
+    shares = torch.softmax(logits.sub_(top), -1, out=shares)
     entropy = -shares.amax(-1).log_() - logits.mul_(shares).sum(-1)
-    return torch.stack([entropy, shares[..., 0], top.squeeze(-1)])
+    return torch.stack([entropy, shares[..., 0], top.squeeze(-1)], -4)
 
 
 def head_sums(values: Tensor) -> Tensor:
@@ -93,48 +99,146 @@ def masked(logits: Tensor, mask: Tensor) -> Tensor:
 def _late_keys(rows: int, keys: int, stride: int, device: torch.device) -> Tensor:
     """[R, S] to add to logits of causal attention: OFF where a key comes after its query, else 0."""
     after = torch.full((rows, keys), OFF, device=device).triu_(1)
-    return after[::stride]
+    return after[::stride].contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Queries [B, H, R, D] and keys [B, G, S, D] of one call, copied: on the host many are multiplied at once.
+    """Queries [B, H, R, D] and keys [B, G, S, D] of one call without a mask of its own; views of the model's.
 
     Attributes:
         query, key: likewise.
-        kind: what calls must have in common for it: scale, whether it is causal, queries in all, their stride.
+        scale: of the logits, None: 1 / sqrt(D).
+        causal: whether keys after their query are masked.
+        rows: queries in all.
+        stride: of those looked at.
     """
 
     query: Tensor
     key: Tensor
-    kind: tuple[float | None, bool, int, int]
+    scale: float | None
+    causal: bool
+    rows: int
+    stride: int
 
     @property
-    def alike(self) -> tuple[Any, ...]:
-        """Calls for which this is the same are multiplied at once."""
-        return self.query.shape, self.key.shape, self.kind
+    def shape(self) -> tuple[int, ...]:
+        """Of the logits."""
+        return *self.query.shape[:3], self.key.shape[2]
 
     def logits(self) -> Tensor:
         """[B, H, R, S]."""
-        scale, causal, rows, stride = self.kind
-        logits = product_logits(self.query, self.key, scale)
-        if causal:
-            make = _late_keys.__wrapped__ if torch.compiler.is_compiling() else _late_keys
-            logits += make(rows, self.key.shape[2], stride, logits.device)
-        return logits
+        logits = product_logits(self.query, self.key, self.scale)
+        return logits.add_(self._late(traced=torch.compiler.is_compiling())) if self.causal else logits
 
-
-def all_values(waiting: Sequence[Tensor | Product]) -> list[Tensor]:
-    """The values [3, B, H, R] of calls, those of products that are alike computed at once."""
-    groups: dict[tuple[Any, ...], list[tuple[int, Product]]] = {}
-    out: dict[int, Tensor] = {}
-    for at, call in enumerate(waiting):
-        if isinstance(call, Product):
-            groups.setdefault(call.alike, []).append((at, call))
+    def write(self, out: Tensor) -> None:
+        """Write the logits to a tensor [B, H, R, S] that has room for them, in one multiplication where that can be."""
+        query, key = self.query, self.key
+        if query.dtype != torch.float32 or key.dtype != torch.float32 or query.shape[1] != key.shape[1]:
+            out.copy_(self.logits())
+            return
+        scale = 1.0 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+        flat, query, key = out.flatten(0, 1), query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+        if self.causal:
+            torch.baddbmm(self._late(), query, key, alpha=scale, out=flat)
         else:
-            out[at] = call
-    for group in groups.values():
-        query, key = (torch.cat([getattr(product, name) for _, product in group]) for name in ("query", "key"))
-        values = row_values(Product(query, key, group[0][1].kind).logits())
-        out.update(zip((at for at, _ in group), values.chunk(len(group), 1), strict=True))
-    return [out[at] for at in range(len(waiting))]
+            flat.baddbmm_(query, key, beta=0.0, alpha=scale)
+
+    def _late(self, *, traced: bool = False) -> Tensor:
+        make = _late_keys.__wrapped__ if traced else _late_keys
+        return make(self.rows, self.key.shape[2], self.stride, self.query.device)
+
+
+class Seen:
+    """One call of a layer.
+
+    Args:
+        layer: its number.
+    """
+
+    __slots__ = ("layer", "values")
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.values: Tensor | None = None
+        """[3, B, H, R] of its rows, once they were read."""
+
+
+class Pile:
+    """The logits [K, B, H, R, S] of up to K calls that are alike."""
+
+    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
+        self._logits = torch.empty(ENTRIES // math.prod(shape), *shape, device=device)
+        self._shares = torch.empty_like(self._logits)
+        self._calls: list[Seen] = []
+        self.used = True
+        """Whether a call came since `Piles.read`."""
+
+    def add(self, call: Seen, rows: Tensor | Product) -> None:
+        """Keep a call's logits; where it is the last that has room, all are read."""
+        slot = self._logits[len(self._calls)]
+        if isinstance(rows, Product):
+            rows.write(slot)
+        else:
+            slot.copy_(rows)
+        self._calls.append(call)
+        self.used = True
+        if len(self._calls) == len(self._logits):
+            self.read()
+
+    def read(self) -> None:
+        """Make the numbers of the calls that are here, in one pass over all."""
+        calls, self._calls = self._calls, []
+        if calls:
+            values = row_values(self._logits[: len(calls)], self._shares[: len(calls)])
+            for call, own in zip(calls, values.unbind(), strict=True):
+                call.values = own
+
+
+class Piles:
+    """Logits wait here until a few calls can be read at once: small operations cost more than what they compute.
+
+    Of each shape of logits there is one pile, of at most ENTRIES numbers and as much room beside it (512 KiB), and
+    SHAPES of them; a call of more logits is read by itself. A pile stays for the next step while its shape comes again.
+    """
+
+    def __init__(self) -> None:
+        self._piles: dict[tuple[Any, ...], Pile] = {}
+
+    def add(self, call: Seen, rows: Tensor | Product) -> None:
+        """Take over the logits of some rows of a call."""
+        shape, device = tuple(rows.shape), rows.query.device if isinstance(rows, Product) else rows.device
+        if not 0 < math.prod(shape) <= ENTRIES:
+            call.values = row_values(rows.logits() if isinstance(rows, Product) else rows)
+            return
+        place = threading.get_ident(), device, shape
+        pile = self._piles.get(place)
+        if pile is None:
+            if len(self._piles) == SHAPES:
+                self.read()
+                self._piles.clear()
+            pile = self._piles[place] = Pile(shape, device)
+        pile.add(call, rows)
+
+    def read(self) -> None:
+        """Make the numbers of all calls; what no call came to since the last time is let go of."""
+        for pile in self._piles.values():
+            pile.read()
+        self._piles = {place: pile for place, pile in self._piles.items() if pile.used}
+        for pile in self._piles.values():
+            pile.used = False
+
+
+def calls_sums(calls: Sequence[Seen]) -> list[tuple[int, Tensor]]:
+    """Each call's layer and its numbers [3 + H], those of calls that are alike made at once."""
+    alike: dict[tuple[Any, ...], tuple[list[int], list[Tensor]]] = {}
+    for call in calls:
+        assert call.values is not None
+        layers, values = alike.setdefault((call.values.shape, call.values.device), ([], []))
+        layers.append(call.layer)
+        values.append(call.values)
+    return [
+        pair
+        for layers, values in alike.values()
+        for pair in zip(layers, head_sums(torch.stack(values)).unbind(), strict=True)
+    ]
