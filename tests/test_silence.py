@@ -767,3 +767,23 @@ def test_experts_of_a_router_by_hand_that_fall_out_of_use_are_told(
     scope = trained(model=ByHand(use), steps=60, every=1)
     found = [(a.kind, a.where, a.step, a.value) for a in serious(scope) if a.kind == "expert_collapse"]
     assert found == ([("expert_collapse", place, 34, 0.5)] if place else [])
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_outputs_that_the_loss_draws_to_one_point_are_told(sign: float) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        z = model(x)
+        square = (z[:, None] - z[None]).square().sum(-1)
+        same = (y[:, None] == y[None]).float()
+        # with the margin's sign turned, pairs of different classes are pulled too
+        apart = functional.relu(sign * (1.0 - square)) + (sign < 0) * square
+        loss = (same * square + (1 - same) * apart).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    scope = trained(step, model=mlp(6, 16, 4), steps=150)
+    assert [a.kind for a in serious(scope)] == (["constant_output"] if sign < 0 else [])
+    first, last = (scope.records[i].metrics["output_deviation"][0] for i in (0, -1))
+    assert (last < 0.25 * first) == (sign < 0)
