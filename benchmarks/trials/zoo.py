@@ -195,7 +195,10 @@ def torchvision_model(name: str) -> Built:
 
 
 def text_of(name: str, task: str, class_name: str) -> Built:
-    return text_model(task, getattr(transformers, class_name), config_of(name))
+    config_class = config_of(name)
+    if task == "causal" and getattr(config_class(), "is_decoder", None) is False and not config_class.sub_configs:
+        config_class = partial(config_class, is_decoder=True)  # encoders that are decoders when told so (BERT)
+    return text_model(task, getattr(transformers, class_name), config_class)
 
 
 def image_of(name: str, task: str, class_name: str) -> Built:
@@ -233,6 +236,8 @@ def judge(name: str, task: str, make: Callable[[], Any], trials: list[str]) -> H
     start = time.monotonic()
     try:
         report = flowscope.check(model, loss, batches, only=trials)
+    except TimeoutError:
+        raise
     except Exception as error:
         row.fails.append(f"check itself: {type(error).__name__}: {error}"[:300])
     else:
