@@ -26,6 +26,7 @@ from flowscope.detectors.collapse import ConstantOutput, RankCollapse, Represent
 from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCollapse
 from flowscope.detectors.coverage import Coverage, Mute, Said
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
+from flowscope.detectors.drawn import DrawnTogether
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
@@ -85,6 +86,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     RepresentationCollapse,
     RankCollapse,
     ConstantOutput,
+    DrawnTogether,
     Unmoved,
     UpdateTooSmall,
     NoSignal,

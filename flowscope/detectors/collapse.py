@@ -36,11 +36,6 @@ STARTED_APART = 100.0
 """Outputs whose spread began above the limit by this factor were apart at the start,"""
 AS_FAR = 0.3
 """and are still, where their deviation is this share of what it was."""
-DRAWN, DRAWN_SPREAD = 0.25, 0.3
-"""Vectors are drawn to one point where both their deviation and the share of their mean square that it makes have
-fallen to less than this of what they were: of 145 healthy programs none came that far."""
-FIRST_STEPS = 20
-"""Before, embeddings come together and part again while they learn their mean."""
 SCALAR = 1e-9
 """Outputs of one unit have cosines of exactly 1."""
 
@@ -318,41 +313,6 @@ class ConstantOutput(Limit):
     )
     advice = "check for a clamp or mask behind the last layer, and that inputs and targets belong together"
     begins_with: ClassVar[dict[str, Any]] = {"start": {}}
-
-    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding where the output is constant, one where vectors go to one point."""
-        yield from super().findings(record, header)
-        yield from said(self._drawn(record))
-
-    def _drawn(self, record: Record) -> Finding | None:
-        """Embeddings that a loss without classes pulls together.
-
-        One value a sample may well learn a constant (returns), and probabilities the frequencies of their classes.
-        """
-        names = ("output_spread", "output_deviation", "output_width", "loss_classes")
-        spread, deviation, width, classes = (record.metrics.get(name) for name in names)
-        start = self.state["start"]
-        if spread is None or deviation is None or width is None or classes is None or "deviation" not in start:
-            return self.unseen(cause="drawn")
-        one = (spread, deviation, width, classes, start["spread"], start["deviation"])
-        if any(value.size != 1 for value in one) or not width[0] > 1 or not np.isnan(classes[0]):
-            return None
-        if not start["spread"][0] > STARTED_APART * self.limit or record.step < FIRST_STEPS:
-            return None
-        spread = np.fmax(spread, record.metrics.get("output_contrast", spread))
-        shares = float(deviation[0] / start["deviation"][0]), float(spread[0] / start["spread"][0])
-        if not (shares[0] < DRAWN and shares[1] < DRAWN_SPREAD):
-            return None
-        message = (
-            f"all outputs are drawn to one point: their standard deviation over samples is {deviation[0]:.2g}, "
-            f"{shares[0]:.2g} of what it was (limit {DRAWN}), and {spread[0]:.2g} of their mean square is variation, "
-            f"{start['spread'][0]:.2g} at the start"
-        )
-        advice = (
-            "look for what keeps outputs of different samples apart: the sign of a margin, negatives, labels that "
-            "belong to other samples, a stop-gradient or a variance term"
-        )
-        return self.found("", shares[0], DRAWN, message, advice=advice, records=EMBEDDING_RECORDS, cause="drawn")
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """The spread; of several values that of what tells them apart, where it is larger."""

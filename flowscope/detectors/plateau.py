@@ -206,7 +206,7 @@ class LossMisfit(Detector):
             yield self.found("", float(code[0]), 0.0, message, advice=advice, cause="misfit")
 
 
-MISFITS = {
+MISFITS: dict[float, tuple[str, str]] = {
     1: (
         "a sigmoid (or softmax) stands before binary_cross_entropy_with_logits, which applies one itself: it then sees "
         "probabilities between 0.5 and 0.73 only, and the loss cannot fall far",
