@@ -203,11 +203,10 @@ def test_numbers_that_are_none_silence_all() -> None:
 
 
 def test_a_new_cause_silences_old_outcomes_and_is_asked_after_the_others_of_its_level() -> None:
-    kinds = [detector.kind for detector in DetectorSet(WatchConfig(), further=[HeadNorm]).detectors]
-    levels = {detector.kind: detector.level for detector in DETECTORS}
-    place = kinds.index("head_norm")
-    assert {levels[kind] for kind in kinds[:place]} == {NUMBERS, WIRING, SIGNAL}
-    assert {levels[kind] for kind in kinds[place + 1 :]} == {OUTCOME}
+    detectors = DetectorSet(WatchConfig(), further=[HeadNorm]).detectors
+    place = [detector.kind for detector in detectors].index("head_norm")
+    assert {detector.level for detector in detectors[:place]} == {NUMBERS, WIRING, SIGNAL}
+    assert {detector.level for detector in detectors[place + 1 :]} == {OUTCOME}
 
 
 OLD = {

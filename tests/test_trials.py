@@ -296,7 +296,11 @@ class DrawsTokens(nn.Module):
 
     def __init__(self, count: Any, draws: bool) -> None:
         super().__init__()
-        self.words, self.place, self.count = nn.Embedding(20, 20), nn.Identity(), count if draws else itertools.repeat(0)
+        self.words, self.place, self.count = (
+            nn.Embedding(20, 20),
+            nn.Identity(),
+            count if draws else itertools.repeat(0),
+        )
         self.place.register_forward_hook(lambda module, args, tokens: (tokens + next(self.count)) % 20)
 
     def forward(self, tokens: Tensor) -> Tensor:
