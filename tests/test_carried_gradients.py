@@ -124,3 +124,26 @@ def test_another_process_and_a_file_get_the_parameters_without_hooks_or_warnings
     assert not loaded.embed.weight._backward_hooks
     scope.close()
     assert not weight._backward_hooks
+
+
+@pytest.mark.parametrize(("cleared", "carried"), [(True, False), (False, True)])
+def test_gradients_that_were_handed_over_are_none_of_an_earlier_step(cleared: bool, carried: bool) -> None:
+    """A worker's copy makes half of the gradients; the other half is added. Without zero_grad those of before stay."""
+    torch.manual_seed(3)
+    model, worker = Stack(3), Stack(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scope = watched(model, optimizer)
+    for k in range(5):
+        worker.load_state_dict(model.state_dict())
+        if cleared:
+            loss_of(worker, data(100 + k)).backward()
+            for mine, theirs in zip(model.parameters(), worker.parameters(), strict=True):
+                mine.grad, theirs.grad = theirs.grad, None
+        loss_of(model, data(k)).backward()
+        optimizer.step()
+        if cleared:
+            optimizer.zero_grad()
+    found = [float(record["grad_carried"][0]) for record in scope.records]
+    assert [share > 0.1 for share in found[1:]] == [carried] * 4
+    raised = {alert.kind for alert in scope.alerts}
+    assert ("gradient_accumulates" in raised) == carried

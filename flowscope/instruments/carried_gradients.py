@@ -32,6 +32,8 @@ class CarriedGradients:
         self._held: list[tuple[int, Tensor, tuple[Any, Any]]] = []
         self._waiting: dict[int, Number] = {}
         self.norms: dict[int, Number] = {}
+        self._left: dict[int, int] = {}
+        """How often the gradients were written to when the last sampled step ended, by the parameter's number."""
 
     def follow(self, now: Sequence[Tensor | None]) -> None:
         """Put the hooks on the parameters as they are now (they may have been replaced, frozen or unfrozen)."""
@@ -56,11 +58,15 @@ class CarriedGradients:
         if self._switch.paused or is_compiling() or (isinstance(known, float) and known == 0.0):
             return
         held = parameter.grad
-        if held is None:
+        if held is None or self._by_hand(number, held):
             self._waiting[number] = 0.0
             return
         with torch.no_grad():
             self._waiting[number] = norms([entries(held)])[0]
+
+    def _by_hand(self, number: int, held: Tensor) -> bool:
+        """Whether what is there was put there since: a tensor that was written to less often than the one before."""
+        return number not in self.norms and held._version < self._left.get(number, 0)
 
     def _added(self, number: int, parameter: Tensor) -> None:
         if (found := self._waiting.pop(number, None)) is None or self._switch.paused:
@@ -75,4 +81,5 @@ class CarriedGradients:
 
     def drop(self) -> None:
         """Forget what was found."""
+        self._left = {i: p.grad._version for i, p, _ in self._held if p.grad is not None}
         self._waiting, self.norms = {}, {}
