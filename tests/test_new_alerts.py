@@ -107,6 +107,16 @@ def test_gradients_that_outgrow_adams_second_moment_are_an_alert() -> None:
     assert "beta2" in alert.advice
 
 
+@pytest.mark.parametrize(("usual", "jump", "told"), [(0.3, 1.6, True), (1.2, 1.7, False), (1.2, 1.9, True)])
+def test_what_is_large_is_measured_by_the_runs_own_steps(usual: float, jump: float, told: bool) -> None:
+    """Without a first moment steps of the whole rate are usual: 1.5 times 1.2 is 1.8."""
+    detector, found = StaleMoment(), []
+    for step, ratio in enumerate([1.0, *[usual] * 20, jump]):
+        record = Record(step, metrics={"update_rms": np.full(3, 0.1 * ratio), "param_lr": np.full(3, 0.1)})
+        found += [step for f in detector.findings(record, HEADER) if f.level == "beyond"]
+    assert found == ([21] if told else [])
+
+
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 def test_a_short_memory_or_another_optimizer_is_silent(make: Any) -> None:
     options = {"betas": (0.9, 0.95)} if make is torch.optim.Adam else {"momentum": 0.9}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,12 @@ from flowscope.records import Record
 
 FIRST_STEP = (0.9, 1.02)
 """Adam's first step moves every entry by the whole learning rate. An optimizer that began otherwise is not judged."""
+
+RECENT, LATEST = 20, 5
+"""So many records make what is usual in this run, without the latest of them."""
+OUTGROWN = 1.5
+"""Beyond the largest of them by this factor gradients have outgrown what was remembered: steps of the whole rate are
+usual without a first moment (beta1 0, as for GANs), and where gradients keep their direction."""
 
 
 class StaleMoment(Limit):
@@ -28,7 +35,7 @@ class StaleMoment(Limit):
         "lower beta2 (0.95 instead of 0.999), clip gradients, or clip updates by their rms as StableAdamW does "
         "(arXiv 2304.13013): a loss spike follows within a few steps"
     )
-    begins_with: ClassVar[dict[str, Any]] = {"adam": -1}
+    begins_with: ClassVar[dict[str, Any]] = {"adam": -1, "recent": deque(maxlen=RECENT)}
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """[1] the median over parameters of update_rms / learning rate; None where it is not known to be Adam."""
@@ -38,6 +45,13 @@ class StaleMoment(Limit):
         median = float(np.median(ratio[~np.isnan(ratio)]))
         if self.state["adam"] < 0:
             self.state["adam"] = int(FIRST_STEP[0] < median < FIRST_STEP[1] and record.step == 0)
+        recent = self.state["recent"]
+        before = list(recent)[:-LATEST]  # a rise takes some steps, and is no measure of itself
+        usual = max(before) if len(before) >= LATEST else 0.0
+        if median <= self.limit:
+            recent.append(median)
+        elif median <= OUTGROWN * usual:
+            return self.metric, None
         return self.metric, np.array([median]) if self.state["adam"] else None
 
     def more(self, beyond: Beyond) -> str:
