@@ -657,7 +657,6 @@ PROGRAMS = [
         low=0.2,
         fault="the loss broadcasts to (B, B)",
         kinds=frozenset({"constant_output", "representation_collapse"}),
-        starts=20,
     ),
     Program(
         "rl_tiny_clip",

@@ -511,7 +511,7 @@ PROGRAMS = [
         bar=0.6,
         low=0.3,
         fault="targets a thousand times too large at step 300 throw the weights away",
-        kinds=frozenset({"loss_spike", "gradient_spike"}),
+        kinds=frozenset({"loss_spike", "exploding_gradient", "gradient_spike", "update_too_large", "non_finite"}),
         starts=300,
     ),
     Program(
