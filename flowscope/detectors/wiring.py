@@ -12,7 +12,7 @@ from flowscope.detectors.gradients import gradient_flows
 from flowscope.detectors.held import Held, held_in
 from flowscope.detectors.rows import FlowView, ancestors, label_of, lie_at, module_of, parameter_name
 from flowscope.detectors.unreached import NEVER_STEPS, part, unreached
-from flowscope.records import Record, RunHeader, Severity
+from flowscope.records import Record, RunHeader, Severity, few
 
 NORM_NAME = re.compile(r"(^|[._])(bn|ln|(batch|layer|group|rms|instance)?_?norm)(\d|_|\.|$)|norm\d*$", re.IGNORECASE)
 
@@ -263,10 +263,10 @@ class ParametersNotOptimized(Detector):
     def _made_anew(self, record: Record) -> Finding | None:
         """Parameters of layers that are built inside forward."""
         made, shapes = record.metrics.get("made_anew"), record.metric_labels.get("made_anew", ())
-        if made is None:
+        if made is None or made.size == 0 or not np.isfinite(made).all():
             return None
         message = (
-            f"every forward makes {made.sum():.0f} parameters of its own (shape {', '.join(shapes)}): they are random "
+            f"every forward makes {made.sum():.0f} parameters of its own (shape {few(shapes)}): they are random "
             "in each call, and no optimizer ever holds them"
         )
         advice = "build the layer in __init__ and hold it as an attribute; forward only calls it"
