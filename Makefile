@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench scripts trials screenshots depth-study clean
+.PHONY: demo test browser check format bench scripts corpus trials screenshots depth-study clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -38,6 +38,11 @@ bench: $(VENV)/.ready-bench
 
 scripts: $(VENV)/.ready
 	$(BIN)/python benchmarks/public_scripts.py --write docs/public-scripts.md
+
+# both halves of the labelled corpus, three seeds each: about an hour on two cores
+corpus: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m benchmarks.faults.second
 
 # seeded faults and their healthy twins, then healthy models: about an hour on one core, most of it for the models
 trials: $(VENV)/.ready-dev

@@ -104,7 +104,7 @@ class Recorder:
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
         self.detectors = DetectorSet(config, further=detectors)
         self.detectors.faults = faults
-        shown_by = {detector.kind: detector.shown_by for detector in self.detectors.detectors}
+        shown_by = self.detectors.shown_by
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
         told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes}
         self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment(), **told)

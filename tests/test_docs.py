@@ -237,7 +237,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting() | built_in_forward()
+    names |= waiting() | built_in_forward() | playing()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -251,6 +251,19 @@ def waiting() -> set[str]:
     optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
     with flowscope.watch(model, optimizers, config={"console": "off"}) as scope:
         for optimizer in optimizers:
+            optimizer.step()
+    return {*scope.records[0].metrics}
+
+
+def playing() -> set[str]:
+    """The metric names of a generator and a critic in one model, where the critic's loss broadcasts [B, 1] and [B]."""
+    nets = torch.nn.ModuleDict({"generator": torch.nn.Linear(3, 4), "critic": torch.nn.Linear(4, 1)})
+    optimizers = [torch.optim.Adam(nets[name].parameters()) for name in ("critic", "generator")]
+    with flowscope.watch(nets, optimizers, config={"console": "off"}) as scope:
+        made = nets["generator"](torch.randn(5, 3))
+        for inputs, optimizer in zip((made.detach(), made), optimizers, strict=True):
+            optimizer.zero_grad()
+            (nets["critic"](inputs) - torch.ones(5)).square().mean().backward()
             optimizer.step()
     return {*scope.records[0].metrics}
 

@@ -137,6 +137,14 @@ class DetectorSet:
         self._explained_by = {detector.kind: detector.explains for detector in self.detectors}
 
     @property
+    def shown_by(self) -> dict[str, tuple[str, ...]]:
+        """The metrics that show each kind; of several detectors of a kind, those of all, in the order they are asked."""
+        shown: dict[str, tuple[str, ...]] = {}
+        for detector in self.detectors:
+            shown[detector.kind] = tuple(dict.fromkeys((*shown.get(detector.kind, ()), *detector.shown_by)))
+        return shown
+
+    @property
     def standing(self) -> list[Alert]:
         """The alerts that are raised and not resolved."""
         return self._ledger.standing
