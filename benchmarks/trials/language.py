@@ -136,7 +136,7 @@ def window_open_on_both_sides(faulty: bool) -> Program:
     return windowed(window_on_both_sides=faulty)
 
 
-@case("loss_start", says=r"log|\bln\b|chance|uniform|class")
+@case("loss_start", says=r"log|\bln\b|chance|uniform|class", least="note")
 def head_drawn_too_wide(faulty: bool) -> Program:
     """The tied head keeps the standard deviation 1 of an embedding: the first loss is many times log(32)."""
     return windowed(initializer_range=1.0 if faulty else 0.02)
