@@ -18,7 +18,17 @@ def test_loads_add_up_and_solvers_are_averaged(tmp_path: Path) -> None:
     whole = {name: train(model, batches(name)) for name, model in models().items()}
     for step in (0, 1):
         together, alone = ranks[0]["mixture"][step], whole["mixture"][step]
-        assert set(together) == set(alone) == {"route_entropy", "route_max_violation", "route_dead", "route_load"}
+        assert (
+            set(together)
+            == set(alone)
+            == {
+                "route_entropy",
+                "route_max_violation",
+                "route_dead",
+                "route_load",
+                "route_worst",
+            }
+        )
         for name, values in alone.items():
             np.testing.assert_allclose(together[name], values, rtol=1e-5, err_msg=name)
     # the first step's weights are the same everywhere: each rank's residual is that of its own half

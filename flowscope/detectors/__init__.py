@@ -138,7 +138,7 @@ class DetectorSet:
 
     @property
     def shown_by(self) -> dict[str, tuple[str, ...]]:
-        """The metrics that show each kind; of several detectors of a kind, those of all, in the order they are asked."""
+        """The metrics that show each kind; of several detectors of a kind those of all, as they are asked."""
         shown: dict[str, tuple[str, ...]] = {}
         for detector in self.detectors:
             shown[detector.kind] = tuple(dict.fromkeys((*shown.get(detector.kind, ()), *detector.shown_by)))

@@ -80,7 +80,7 @@ class KeptUpdates(Instrument):
     def take(self) -> Taken | None:
         """Both lengths, still on their device."""
         lengths, self._lengths = self._lengths, None
-        return None if lengths is None else Taken(self.name, [lengths], self._read)
+        return None if lengths is None else Taken(self.name, [lengths], self._read, "vector")
 
     def update_failed(self) -> None:
         """The step begins anew."""
