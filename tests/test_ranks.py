@@ -24,7 +24,9 @@ LIMIT = 170
 TOLERANCE = 1e-5
 FROM_ONE = {"effective_rank", "cosine_matrix", "rank_gap"}
 """Of the first rank, or of ranks only: not in a single process' record, or not the same."""
-PER_BATCH = {"output_spread", "sample_cosine", "top_channel", "top_channel_share"}
+PER_BATCH = {"sample_cosine", "top_channel", "top_channel_share"} | {
+    f"output_{name}" for name in ("spread", "contrast", "deviation")
+}
 """Between the samples that one rank sees, as between those of a micro-batch; of the largest channel of each."""
 BUCKETED = {"cosine", "cosine_p05", "cosine_p95"}
 

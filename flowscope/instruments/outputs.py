@@ -53,7 +53,7 @@ class Outputs(Instrument):
         Metric(
             "output_deviation",
             "How far the outputs of different samples lie apart, in the output's own unit.",
-            formula="sqrt(mean over samples of ‖output - mean over samples‖²)",
+            formula="sqrt(mean over samples of ‖output - mean over samples‖²), of several passes their mean inside",
             view="Depth",
             scale="log",
             rows="model",
@@ -101,10 +101,10 @@ class Outputs(Instrument):
     @staticmethod
     def _read(width: int | None, out: RecordBuilder, parts: list[Array]) -> None:
         if parts:
-            variance, square, own_variance, own_square = parts[0]
+            variance, square, own_variance, own_square, passes = parts[0]
             out.add("output_spread", np.array([variance / square if square > 0 else np.nan]), ("",))
             out.add("output_contrast", np.array([own_variance / own_square if own_square > 0 else np.nan]), ("",))
-            out.add("output_deviation", np.array([np.sqrt(variance)]), ("",))
+            out.add("output_deviation", np.array([np.sqrt(variance / passes)]), ("",))
         if width is not None:
             out.add("output_width", np.array([float(width)]), ("",))
 
@@ -129,10 +129,10 @@ def batched(x: Tensor) -> Tensor:
 
 
 def variation(x: Tensor) -> Tensor:
-    """Return [4]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries.
+    """Return [5]: the variance over samples and the mean square of an output [B, ...], sums over sampled entries.
 
     Then the same two of the output less the mean over its values ([B, E], [B, T, E]: of each position), which is what a
-    softmax makes of it; 0 where it has one value.
+    softmax makes of it, 0 where it has one value; and 1, which adds up to the number of passes.
     """
     x = batched(x)
     x = real(x[:: -(-x.shape[0] // SAMPLES)])
@@ -151,5 +151,5 @@ def variation(x: Tensor) -> Tensor:
     both = torch.stack([apart, x]).flatten(1)
     own = both.view(2 * x.shape[0], rows, -1) if x.shape[1] % rows == 0 else both.view(2 * x.shape[0], 1, -1)
     own = (own - own.mean(-1, keepdim=True)).reshape(both.shape)
-    sums: Tensor = torch.cat([torch.linalg.vecdot(both, both), torch.linalg.vecdot(own, own)])
-    return sums / x.shape[0]
+    sums = torch.cat([torch.linalg.vecdot(both, both), torch.linalg.vecdot(own, own)]) / x.shape[0]
+    return torch.cat([sums, sums.new_ones(1)])
