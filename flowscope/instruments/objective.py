@@ -175,8 +175,7 @@ class Objective(Instrument):
 
     def before_update(self, *, updating: bool) -> None:
         """A loss that comes after this in the same step is another player's."""
-        del updating
-        self._updated = True
+        self._updated |= updating
 
     def take(self) -> Taken:
         """No tensors: what the graph said."""
