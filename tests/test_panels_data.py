@@ -144,19 +144,21 @@ def test_the_verdict_names_the_worst_that_stands() -> None:
     warning = Alert("token_collapse", "warning", "enc.0", 2, 1.0, 0.9, "all tokens are one", "warm up", flow="enc")
     run = view(info, warning)
     spans = overview.alert_spans(run)
+    # an info is a cause too
+    story = "First: no_gradient (step 1); then: token_collapse at enc.0 (step 2)."
     assert overview.verdict(run, spans) == {
         "severity": "warning",
         "text": "token_collapse at enc.0 since step 2 (+1 more)",
         "message": "all tokens are one",
         "advice": "warm up",
-        # an info is a cause too
-        "story": "First: no_gradient (step 1); then: token_collapse at enc.0 (step 2).",
+        "story": story,
     }
     spike = Alert("loss_spike", "error", "", 1, 0.0, 0.0, "m", "a")
     told = overview.verdict(view(info, warning, spike), [])["story"]
     assert told == "First: no_gradient (step 1); then: loss_spike (step 1); then: token_collapse at enc.0 (step 2)."
-    assert overview.verdict(run, []) == {"severity": "ok", "text": "no alert"}
-    assert overview.verdict(run, [{**spans[0], "resolved": 4}]) == {"severity": "ok", "text": "no alert stands"}
+    assert overview.verdict(run, []) == {"severity": "ok", "text": "no alert", "story": story}
+    ended = [{**spans[0], "resolved": 4}]
+    assert overview.verdict(run, ended) == {"severity": "ok", "text": "no alert stands", "story": story}
     assert overview.verdict(overview.RunView("r"), [])["severity"] == "none"
 
 
