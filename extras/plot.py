@@ -161,13 +161,8 @@ def gates(records: Source, *, flow: str | None = None) -> Figure:
     Raises:
         FlowscopeError: no record has `gate_mean`, or no matplotlib.
     """
-    try:
-        series = _series(records, "gate_mean", flow, dimensions=1)
-    except FlowscopeError as error:
-        raise FlowscopeError(
-            f"plot.gates: {error} Gates are recorded in models changed by flowscope.wrap(model, mode='keel' or "
-            "'highway')."
-        ) from None
+    wanted = "plot.gates", "Gates are", "'keel' or 'highway'"
+    series = _series_of_wrapped(records, "gate_mean", flow, dimensions=1, wanted=wanted)
     figure = _figure(7.5, 3.8)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
     _draw_map(left, series, log=False)
@@ -194,13 +189,8 @@ def mixing(records: Source, *, flow: str | None = None) -> Figure:
     Raises:
         FlowscopeError: no record has `mix_matrix`, or no matplotlib.
     """
-    try:
-        series = _series(records, "mix_matrix", flow, dimensions=3)
-    except FlowscopeError as error:
-        raise FlowscopeError(
-            f"plot.mixing: {error} Mixing is recorded in models changed by flowscope.wrap(model, mode='shc', 'dhc' or "
-            "'mhc')."
-        ) from None
+    wanted = "plot.mixing", "Mixing is", "'shc', 'dhc' or 'mhc'"
+    series = _series_of_wrapped(records, "mix_matrix", flow, dimensions=3, wanted=wanted)
     sites = series.values[-1]
     shown = np.unique(np.linspace(0, len(sites) - 1, min(len(sites), SITES)).round().astype(int))
     columns = min(8, len(shown))
@@ -276,6 +266,19 @@ def _records(source: Source) -> list[Record]:
             "train a step with flowscope.watch(model, optimizer) first."
         )
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _series_of_wrapped(
+    source: Source, metric: str, flow: str | None, dimensions: int, wanted: tuple[str, str, str]
+) -> _Series:
+    """Likewise, of what only wrapped models record; `wanted` is the figure, what it shows, and the modes that do."""
+    figure, shown, modes = wanted
+    try:
+        return _series(source, metric, flow, dimensions)
+    except FlowscopeError as error:
+        raise FlowscopeError(
+            f"{figure}: {error} {shown} recorded in models changed by flowscope.wrap(model, mode={modes})."
+        ) from None
 
 
 def _series(source: Source, metric: str, flow: str | None, dimensions: int) -> _Series:

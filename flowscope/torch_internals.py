@@ -7,8 +7,9 @@ call of a module.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,6 +56,25 @@ def next_backward() -> int:
 def sequence_number(node: Any) -> int:
     """The number of an autograd node; it grows with every node of a thread."""
     return int(node._sequence_nr())
+
+
+def nodes_below(roots: Iterable[Any], most: float = math.inf) -> Iterator[Any]:
+    """The nodes of the graph under some of its nodes, these included, each once; about `most` of them at the most."""
+    seen = {id(root): root for root in roots if root is not None}  # kept alive: an id is a node's own only as long
+    waiting = list(seen.values())
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and id(child) not in seen:
+                seen[id(child)] = child
+                waiting.append(child)
+
+
+def leaves_below(roots: Iterable[Any], most: float = math.inf) -> list[Tensor]:
+    """The leaves that ask for a gradient under some nodes of a graph, each once; see `nodes_below`."""
+    found = (getattr(node, "variable", None) for node in nodes_below(roots, most))
+    return [leaf for leaf in found if leaf is not None]
 
 
 def accumulates_into(leaf: Tensor) -> bool:

@@ -525,7 +525,7 @@ def test_clipping_is_seen_also_where_torch_was_imported_before(monkeypatch: pyte
     listening = SimpleNamespace(_scaling=lambda: 8.0, _unscaled=lambda: False)
     Listening._clipping_imported(listening, module)
     package.clip_grad_norm_(3.0)
-    assert (listening._clipping.clipped, listening._clipping.while_scaled) == (True, True)
+    assert (listening.clipping.clipped, listening.clipping.while_scaled) == (True, True)
 
 
 # -- accumulation: what a loop was seen to do -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,44 @@ FLAT = 0.02
 
 SLOW = 1e-4
 """Weights that never move by more than this share of their norm a step are a tenth as fast as slow training is."""
+
+
+class _Course(NamedTuple):
+    """The losses of a run from its start: the mean of the first, that of the latest, and the error of both."""
+
+    size: int
+    late: int
+    start: float
+    level: float
+    error: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether they are known so well that a fall by `FLAT` would show."""
+        return 2 * self.error <= FLAT * self.start
+
+    @property
+    def words(self) -> str:
+        """Where it began, and where it is."""
+        return f"{self.start:.4g} in the first {self.size} steps, {self.level:.4g} in the last {self.late}"
+
+
+def _learn(state: dict[str, Any], record: Record, losses: Array) -> None:
+    """Keep the first and the latest losses, and whether the run was seen from its start."""
+    if state["fresh"] is None:
+        state["fresh"] = float(record.step == 0)
+    state["window"].extend(losses.tolist())
+    state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
+
+
+def _course(state: dict[str, Any]) -> _Course | None:
+    """None where a loss is not positive: shares of it say nothing."""
+    window, first = np.array(state["window"]), np.array(state["first"])
+    if not bool((window > 0).all()):
+        return None
+    late = window[-len(window) // 2 :]
+    error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
+    return _Course(first.size, late.size, float(first.mean()), float(late.mean()), error)
 
 
 class TooSlow(Detector):
@@ -59,10 +97,7 @@ class TooSlow(Detector):
         """One finding for the run."""
         del header
         losses, state = losses_of(record), self.state
-        if state["fresh"] is None:
-            state["fresh"] = float(record.step == 0)
-        state["window"].extend(losses.tolist())
-        state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
+        _learn(state, record, losses)
         state["seen"] = min(state["seen"] + losses.size, self.config.plateau_steps)
         updates = updates_of(record, state["course"])
         if updates is not None:
@@ -74,19 +109,15 @@ class TooSlow(Detector):
             yield from said(self._flat(steady=updates.working))
 
     def _flat(self, *, steady: bool) -> Finding | None:
-        window = np.array(self.state["window"])
-        first, late = np.array(self.state["first"]), window[-len(window) // 2 :]
-        start, level = float(first.mean()), float(late.mean())
-        error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
-        if not bool((window > 0).all()) or 2 * error > FLAT * start or level < (1 - FLAT) * start:
+        course = _course(self.state)
+        if course is None or not course.flat or course.level < (1 - FLAT) * course.start:
             return None
         if not steady:
             return self.near(True, cause="plateau")
         best = self.state["best"]
         message = (
             f"no step has changed the weights by more than {best:.2g} of their norm (limit {SLOW:.2g}; about 1e-3 is "
-            f"usual), and the loss has not fallen: {start:.4g} in the first {first.size} steps, {level:.4g} in the "
-            f"last {late.size}"
+            f"usual), and the loss has not fallen: {course.words}"
         )
         advice = "raise the learning rate, or look at what scales the loss or its gradient down (a temperature, a clip)"
         return self.found("", best, SLOW, message, advice=advice, cause="plateau")
@@ -121,11 +152,8 @@ class LossPlateau(Detector):
         """One finding for the run."""
         del header
         losses, state = losses_of(record), self.state
-        if state["fresh"] is None:
-            state["fresh"] = float(record.step == 0)
+        _learn(state, record, losses)
         state["rivals"] = min(state["rivals"] + ("other_losses" in record.metrics), PLAYERS)
-        state["window"].extend(losses.tolist())
-        state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
         steady = working(record, state["rate"])
         seen = state["seen"] = min(state["seen"] + losses.size, max(SURE_STEPS, self.config.plateau_steps))
         if losses.size == 0 or seen < self.config.plateau_steps:
@@ -161,22 +189,17 @@ class LossPlateau(Detector):
 
     def _at_start(self, record: Record, *, steady: bool) -> Finding | None:
         """A loss without a level of guessing, which has never fallen though its noise would show it."""
-        state, window = self.state, np.array(self.state["window"])
-        first, late = np.array(state["first"]), window[-len(window) // 2 :]
-        if not state["fresh"] or first.size < BEGINNING or not bool((window > 0).all()):
+        state, course = self.state, _course(self.state)
+        if course is None or not state["fresh"] or course.size < BEGINNING:
             return self.unseen()
-        start, level = float(first.mean()), float(late.mean())
+        start, level = course.start, course.level
         state["lowest"] = min(state["lowest"], level)
-        error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
-        if state["lowest"] < (1 - FLAT) * start or 2 * error > FLAT * start or level > (1 + CHANCE_ABOVE) * start:
+        if state["lowest"] < (1 - FLAT) * start or not course.flat or level > (1 + CHANCE_ABOVE) * start:
             return None
-        if not steady or start - level > error:
+        if not steady or start - level > course.error:
             return self.near(True)
         limit = (1 - FLAT) * start
-        message = (
-            f"the loss has not fallen since the start: {start:.4g} in the first {first.size} steps, {level:.4g} in the "
-            f"last {late.size} (limit {limit:.4g}); {_steps(record)}"
-        )
+        message = f"the loss has not fallen since the start: {course.words} (limit {limit:.4g}); {_steps(record)}"
         advice = (
             "look whether the loss depends on what the model answers (masks, weights of its terms, second derivatives "
             "through ReLU are 0); then try another learning rate"

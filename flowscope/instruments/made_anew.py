@@ -19,6 +19,7 @@ from flowscope.metrics import Metric
 from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
+from flowscope.torch_internals import leaves_below
 
 LOOKS = 3
 """So many steps are looked at."""
@@ -65,7 +66,7 @@ class MadeAnew(Instrument):
             return
         self._looked = True
         own = {id(p) for p in (*self._parameters.current(), *(known() for known in self._known))}
-        found = [leaf for leaf in leaves(roots) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
+        found = [leaf for leaf in leaves_below(roots, NODES) if isinstance(leaf, nn.Parameter) and id(leaf) not in own]
         self._known += map(weakref.ref, found)
         if self._looks:
             self._new.append(tuple(" x ".join(map(str, leaf.shape)) for leaf in found))
@@ -84,18 +85,3 @@ class MadeAnew(Instrument):
         del parts
         kinds = list(dict.fromkeys(shapes))
         out.add("made_anew", np.array([float(shapes.count(shape)) for shape in kinds]), kinds)
-
-
-def leaves(roots: list[Any]) -> list[Tensor]:
-    """The leaves that ask for a gradient under some nodes of a graph, each once."""
-    found, waiting = [], list(roots)
-    seen = {id(root): root for root in roots}  # kept alive: an id is a node's own only as long
-    while waiting and len(seen) < NODES:
-        node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
-        for child, _ in node.next_functions:
-            if child is not None and id(child) not in seen:
-                seen[id(child)] = child
-                waiting.append(child)
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,17 +16,22 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; the mode of each module is as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+def modes(model: nn.Module, training: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Each module in the mode that `training(module)` says, inside; as before afterwards."""
+    before = [(module, module.training) for module in model.modules()]
     try:
         # not model.eval(): a user's own train() may do more than set the flag
-        for module, _ in modes:
-            module.training = False
+        for module, _ in before:
+            module.training = training(module)
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in before:
+            module.training = mode
+
+
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Evaluation mode inside; the mode of each module is as before afterwards."""
+    return modes(model, lambda module: False)
 
 
 def as_call(example_inputs: Any) -> Call:

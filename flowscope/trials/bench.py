@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowscope.errors import CannotJudgeError
+from flowscope.model.example_inputs import modes
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.torch_internals import in_backward
@@ -279,19 +280,6 @@ class Bench:
         except Exception:  # sizes stand in it as numbers
             return self
         return cut if fits else self
-
-
-@contextlib.contextmanager
-def modes(model: nn.Module, training: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Each module in the mode that `training(module)` says; without the `train` of users, which may do more."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in before:
-            module.training = training(module)
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:

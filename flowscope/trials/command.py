@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from flowscope.trials.bench import Bench
     from flowscope.trials.tape import Recorded, Tape
+    from flowscope.trials.trial import TrialFinding
 
 RIGHT, FAILED, UNJUDGED = 0, 1, 2
 
@@ -54,14 +55,20 @@ class Trained:
 
 
 class Listening:
-    """Follows a script up to the step at which the trials are made."""
+    """Follows a script up to the step at which the trials are made.
+
+    Attributes:
+        options: what was asked for.
+        trained: the script's optimizers so far.
+        clipping: what was done to the gradients of the step under way.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.trained: list[Trained] = []
         self._tape: Tape | None = None
         self._scalers: list[Any] = []
-        self._clipping = Clipping()
+        self.clipping = Clipping()
         self._judging = False
         self._finder = PatchOnImport(
             {
@@ -113,7 +120,7 @@ class Listening:
                 scaled = self._scaling() != 1 and not self._unscaled()
                 result = original(*args, **kwargs)
                 norm = float(result) if result is not None and not scaled else None
-                self._clipping = Clipping(True, norm, scaled)
+                self.clipping = Clipping(True, norm, scaled)
                 return result
 
             # where torch was imported before us, torch.nn.utils holds the name, too
@@ -157,12 +164,7 @@ class Listening:
             self._tape.close()
             self._judging = True  # trials make optimizers and step, too
             end(judged(self, one), self.options)
-        self._clipping = Clipping()
-
-    @property
-    def clipping(self) -> Clipping:
-        """What was done to the gradients of the step that begins."""
-        return self._clipping
+        self.clipping = Clipping()
 
 
 def judged(listening: Listening, last: Trained) -> CheckReport:
@@ -180,15 +182,15 @@ def judge(listening: Listening, last: Trained) -> CheckReport:
 
     options = listening.options
     trials = chosen((), options.only or None, options.skip or None)
-    reports: list[CheckReport] = []
+    findings: list[TrialFinding] = []
     models = {id(model): model for one in listening.trained for model in one.models}
     for model in models.values():
         bench = bench_of(listening, last, model)
         name = f"{type(model).__name__}: " if len(models) > 1 else ""
-        report = run_trials(bench, trials, _progress(name)) if bench is not None else None
-        if report is not None:
-            reports.append(CheckReport(tuple(replace(f, message=name + f.message) for f in report.findings)))
-    return CheckReport(tuple(finding for report in reports for finding in report.findings))
+        if bench is not None:
+            report = run_trials(bench, trials, _progress(name))
+            findings += [replace(finding, message=name + finding.message) for finding in report.findings]
+    return CheckReport(tuple(findings))
 
 
 def _progress(head: str) -> Callable[[str], None]:

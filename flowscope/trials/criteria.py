@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,21 +158,3 @@ def last_operation(x: Tensor) -> str:
     while node is not None and node.name() in _SHAPE_ONLY and node.next_functions:
         node = node.next_functions[0][0]
     return "" if node is None else node.name().removesuffix("Backward0").removesuffix("Backward1")
-
-
-def nodes_below(x: Tensor) -> Iterator[Any]:
-    """Every node of the graph that a tensor was computed from."""
-    waiting, seen = [x.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting += [following for following, _ in node.next_functions]
-
-
-def leaves_below(x: Tensor) -> list[Tensor]:
-    """The leaves with a gradient that a tensor was computed from."""
-    found = [getattr(node, "variable", None) for node in nodes_below(x)]
-    return [leaf for leaf in found if leaf is not None]

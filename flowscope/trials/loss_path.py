@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flowscope.torch_internals import leaves_below, nodes_below
 from flowscope.trials.bench import Bench
-from flowscope.trials.criteria import Listener, leaves_below, nodes_below
+from flowscope.trials.criteria import Listener
 from flowscope.trials.trial import Trial, TrialFinding
 
 _SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "logsumexp", "cross_entropy", "mse_loss", "kl_div", "l1_loss"})
@@ -39,14 +40,14 @@ class LossPath(Trial):
         yield from self._judged(bench, loss, made)
 
     def _judged(self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]]) -> Iterable[TrialFinding]:
-        on_path = set(nodes_below(loss))
+        on_path = set(nodes_below([loss.grad_fn]))
         off = [(where, x) for where, x in made if x.grad_fn not in on_path]
         # of a chain of numbers the last one tells
-        inner = {node for _, x in off for node in nodes_below(x) if node is not x.grad_fn}
+        inner = {node for _, x in off for node in nodes_below([x.grad_fn]) if node is not x.grad_fn}
         held = {id(p) for p in bench.model.parameters()}
         lost: dict[str, Tensor] = {}
         for where, x in off:
-            if x.grad_fn not in inner and any(id(leaf) in held for leaf in leaves_below(x)):
+            if x.grad_fn not in inner and any(id(leaf) in held for leaf in leaves_below([x.grad_fn])):
                 lost.setdefault(where, x)
         for where, x in lost.items():
             message = f"{where or 'the model'} computes {float(x.detach()):.3g} with a gradient, and no loss uses it"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowscope.torch_internals import leaves_below
 from flowscope.trials.bench import Bench, batch_tensors
-from flowscope.trials.criteria import leaves_below
 from flowscope.trials.layout import first_that_differs
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -81,8 +81,8 @@ class Saving(Trial):
     def _kept_leaves(bench: Bench) -> list[Tensor]:
         """The leaves of the loss's graph that live longer than one pass."""
         with bench.alike():
-            first = leaves_below(bench.loss(bench.batches[0]))
-            again = {id(leaf) for leaf in leaves_below(bench.loss(bench.batches[0]))}
+            first = leaves_below([bench.loss(bench.batches[0]).grad_fn])
+            again = {id(leaf) for leaf in leaves_below([bench.loss(bench.batches[0]).grad_fn])}
         given = {id(x) for batch in bench.batches for x in batch_tensors(batch)}
         return [leaf for leaf in first if id(leaf) in again and id(leaf) not in given]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from flowscope.errors import CannotJudgeError
-from flowscope.records import Record, split_key
+from flowscope.records import Array, Record, split_key
 from flowscope.trials.bench import Bench
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -35,9 +35,8 @@ class Signal(Trial):
         yield from told or [self.passed("gradient, activations and units are in their ranges along depth")]
 
     def _products(self, record: Record) -> Iterable[TrialFinding]:
-        for key, values in record.metrics.items():
-            name, flow = split_key(key)
-            if name != "gradient_product" or not np.isfinite(values).any():
+        for flow, values in _profiles(record, "gradient_product"):
+            if not np.isfinite(values).any():
                 continue
             first = float(values[np.isfinite(values)][0])
             if first < LEAST or first > MOST:
@@ -48,9 +47,8 @@ class Signal(Trial):
                 )
 
     def _scales(self, record: Record) -> Iterable[TrialFinding]:
-        for key, values in record.metrics.items():
-            name, flow = split_key(key)
-            good = values[np.isfinite(values) & (values > 0)] if name == "act_rms" else values[:0]
+        for flow, values in _profiles(record, "act_rms"):
+            good = values[np.isfinite(values) & (values > 0)]
             if good.size > 1 and not 1 / GROWTH <= good[-1] / good[0] <= GROWTH:
                 message = f"activations go from {good[0]:.3g} to {good[-1]:.3g} over {good.size} layers"
                 yield self.noted(
@@ -58,16 +56,23 @@ class Signal(Trial):
                 )
 
     def _dead(self, record: Record) -> Iterable[TrialFinding]:
-        for key, values in record.metrics.items():
-            name, flow = split_key(key)
-            if name == "dead_fraction" and np.isfinite(values).any() and np.nanmax(values) > DEAD:
+        for flow, values in _profiles(record, "dead_fraction"):
+            if np.isfinite(values).any() and np.nanmax(values) > DEAD:
                 layer = int(np.nanargmax(values))
-                labels = record.labels(name, flow)
+                labels = record.labels("dead_fraction", flow)
                 where = labels[layer] if layer < len(labels) else flow or ""
                 message = (
                     f"{np.nanmax(values):.0%} of the units of {where or f'layer {layer}'} never fire on this batch"
                 )
                 yield self.noted(where, message, "look at the bias and scale before that activation")
+
+
+def _profiles(record: Record, metric: str) -> Iterator[tuple[str | None, Array]]:
+    """The flows that have a metric, with its values."""
+    for key, values in record.metrics.items():
+        name, flow = split_key(key)
+        if name == metric:
+            yield flow, values
 
 
 def _watched(bench: Bench) -> Record:

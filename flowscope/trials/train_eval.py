@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import CannotJudgeError
+from flowscope.model.example_inputs import evaluating, modes
 from flowscope.model.plan import display_path
-from flowscope.trials.bench import Bench, Call, Seen, modes
+from flowscope.trials.bench import Bench, Call, Seen
 from flowscope.trials.kept import put_back
 from flowscope.trials.layout import first_that_differs, name_of
 from flowscope.trials.trial import Trial, TrialFinding
@@ -137,7 +138,7 @@ def _gains(bench: Bench, call: Call) -> Iterable[tuple[str, float, bool]]:
             handle.remove()
     for path, (args, kwargs) in given.items():
         module = own[path]
-        with modes(module, lambda module: False), torch.no_grad():
+        with evaluating(module), torch.no_grad():
             still = module(*args, **kwargs)
         if not isinstance(still, Tensor) or not still.is_floating_point() or not bool(still.any()):
             continue
