@@ -18,6 +18,8 @@ import logging
 import queue
 import re
 import threading
+import urllib.error
+import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import deque
@@ -175,8 +177,10 @@ class Snapshot(Action):
 class Webhook(Action):
     """POST the alert as JSON: `{"text": one line, "alert": {...}, ...extra}`; never blocks a step.
 
-    A thread of its own sends; what does not fit into the queue is dropped, a failure is logged once. `text` is what
-    Slack, Mattermost and Teams webhooks show.
+    A thread of its own sends; what does not fit into the queue is dropped, a failure is logged once, and later alerts
+    are sent all the same. Of the address only the host is ever logged: a path or a user part is often a secret. A
+    redirect counts as a failure: following it would hand `headers` to whom it names. `text` is what Slack, Mattermost
+    and Teams webhooks show.
 
     Args:
         url: http or https.
@@ -195,9 +199,11 @@ class Webhook(Action):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(on)
-        if not url.startswith(("http://", "https://")):
+        scheme, colon, _ = url.partition("://")
+        if scheme not in ("http", "https") or not colon:
             raise FlowscopeError(
-                f"Webhook(url): got {url!r}, expected an address that begins with http:// or https://."
+                f"Webhook(url): got {scheme + '://...' if colon else 'one without a scheme'}, expected an address that "
+                "begins with http:// or https://."
             )
         self._url, self._timeout, self._extra = url, timeout, dict(extra or {})
         self._headers = {"Content-Type": "application/json", **(headers or {})}
@@ -217,14 +223,17 @@ class Webhook(Action):
 
     def _send_all(self) -> None:
         while (body := self._queue.get()) is not None:
-            request = urllib.request.Request(self._url, body, self._headers, method="POST")
             try:
-                with urllib.request.urlopen(request, timeout=self._timeout):
-                    pass
-            except (OSError, ValueError) as error:
+                self._send(body)
+            except Exception as error:  # OSError, ValueError, HTTPException: a server and an address can do anything
                 if not self._failed:
-                    LOGGER.warning("flowscope: the webhook %s failed: %s", self._url, error)
+                    LOGGER.warning("flowscope: the webhook at %s failed: %s", _host(self._url), _reason(error))
                 self._failed = True
+
+    def _send(self, body: bytes) -> None:
+        request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=self._timeout):
+            pass
 
     def write(self, event: Event) -> None:
         """Nothing: alerts come by the call."""
@@ -237,6 +246,30 @@ class Webhook(Action):
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         thread.join(self._timeout)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect to the handler that makes an error of it."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follow none."""
+
+
+def _host(url: str) -> str:
+    """What may be told of an address: its host, without user, password, path and query."""
+    try:
+        return urllib.parse.urlsplit(url).hostname or "(no host)"
+    except ValueError:
+        return "(no host)"
+
+
+def _reason(error: Exception) -> str:
+    """What may be told of a failure: messages of `InvalidURL` and `HTTPException` quote the address or the answer."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"status {error.code}"
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    told = cause.strerror if isinstance(cause, OSError) else None
+    return f"{type(cause).__name__}: {told}" if told else type(cause).__name__
 
 
 class LowerLearningRate(Action):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -163,6 +164,75 @@ def test_webhook_that_cannot_be_reached_is_told_once(caplog: pytest.LogCaptureFi
     assert caplog.text.count("the webhook") == 1
 
 
+SECRETS = ("hunter2", "T0PATH", "K3Y")
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("http://me:hunter2@127.0.0.1:9/T0PATH?K3Y", "127.0.0.1"),
+        ("http://127.0.0.1:9/T0PATH\r\nK3Y: hunter2", "127.0.0.1"),  # InvalidURL quotes all of it
+        ("http://127.0.0.1:hunter2/T0PATH K3Y", "127.0.0.1"),
+        ("http://[hunter2/T0PATH", "(no host)"),
+        ("http://", "(no host)"),
+    ],
+)
+def test_only_the_host_of_a_webhook_is_logged(address: str, host: str, caplog: pytest.LogCaptureFixture) -> None:
+    webhook = Webhook(address, timeout=30)
+    webhook(ALERT)
+    webhook.close()
+    assert f"the webhook at {host} failed" in caplog.text
+    assert not [secret for secret in SECRETS if secret in caplog.text]
+
+
+def answering(answers: list[bytes]) -> tuple[str, list[bytes], threading.Thread]:
+    """A server that takes one request an answer: its address, the requests, its thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    requests: list[bytes] = []
+
+    def serve() -> None:
+        with listening:
+            for answer in answers:
+                connection, _ = listening.accept()
+                with connection:
+                    requests.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}/hook", requests, thread
+
+
+def test_a_webhook_goes_on_after_any_answer(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [
+        b"\x00\xff no status line\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+    ]
+    url, requests, thread = answering(answers)
+    webhook = Webhook(url, timeout=30)
+    for _ in answers:
+        webhook(ALERT)
+    webhook.close()
+    thread.join(30)
+    assert len(requests) == len(answers)
+    assert caplog.text.count("the webhook at 127.0.0.1 failed: BadStatusLine") == 1
+    assert caplog.text.count("failed") == 1
+
+
+def test_a_webhook_hands_its_headers_to_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    other, seen, _ = answering([b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"])
+    url, _, thread = answering([f"HTTP/1.1 302 F\r\nLocation: {other}\r\nContent-Length: 0\r\n\r\n".encode()])
+    webhook = Webhook(url, headers={"Authorization": "K3Y"}, timeout=30)
+    webhook(ALERT)
+    webhook.close()
+    thread.join(30)
+    assert not seen
+    assert "failed: status 302" in caplog.text
+
+
 def test_lower_learning_rate_of_the_group_at_the_place() -> None:
     model = Net()
     optimizer = torch.optim.SGD(
@@ -202,7 +272,8 @@ def test_without_actions_nothing_acts() -> None:
     ("make", "words"),
     [
         (lambda: LowerLearningRate(2.0), ("factor", "2.0")),
-        (lambda: Webhook("ftp://x"), ("Webhook", "ftp://x", "http")),
+        (lambda: Webhook("ftp://x"), ("Webhook", "ftp://...", "http")),
+        (lambda: Webhook("hooks.example/T0"), ("Webhook", "without a scheme", "http")),
         (lambda: LowerLearningRate()(ALERT), ("watch(on_alert",)),
     ],
 )

@@ -43,6 +43,7 @@ DOCUMENTS = (
     "docs/migration.md",
     "docs/detection.md",
     "docs/scale.md",
+    "docs/promises.md",
 )
 B, T, D, IN, OUT = 3, 5, 8, 4, 7
 
