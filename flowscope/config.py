@@ -21,6 +21,9 @@ class WatchConfig(BaseModel):
     metrics: tuple[Family, ...] = ("flow", "depth", "parameters")
     instruments: dict[str, bool] = Field(default_factory=dict, description="name: False switches an instrument off")
     slow_every: int = Field(10, ge=0, description="each n-th sampled step also runs the slow probes; 0 never")
+    seldom_every: int = Field(
+        4, ge=1, description="after the first 10 samples each n-th one also reads attention and activation shape; 1 all"
+    )
     branch_alignment: bool = Field(False, description="Hutchinson estimate of tr(J_f)/D on the slow schedule")
     positions: int = Field(256, ge=2, description="largest B*T whose positions are all used; half above")
     units: int = Field(1024, ge=1, description="units per activation module for dead_fraction; exact when they fit")

@@ -151,7 +151,7 @@ class Record:
     def _resolve(self, metric: str, flow: str | None) -> str:
         if flow is None:
             keys = [metric, *(key for key in self.metrics if split_key(key)[0] == metric)]
-            words = " Slow metrics (cosine_matrix, effective_rank) are only in some records: WatchConfig.slow_every."
+            words = " Some are only in some records: WatchConfig.slow_every (cosine_matrix), seldom_every (attention)."
         else:
             name = match_flow(flow, self.flow_names)
             keys, words = [metric if name == self.flow_names[0] else metric_key(metric, name)], ""

@@ -120,7 +120,7 @@ class Scope:
         self.automatic = False
         self._faults = Faults()
         self._recorder = Recorder(self.config, self._faults, given.callbacks, given.detectors)
-        self._count = StepCount(given.schedule, self.config.slow_every, self._faults)
+        self._count = StepCount(given.schedule, self.config, self._faults)
         self._closed = False
         self._driver: StepDriver | None = None
         self._unstepped: Unstepped | None = None

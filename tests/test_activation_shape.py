@@ -102,6 +102,19 @@ def test_the_shape_of_a_compiled_model() -> None:
     torch.compiler.reset()
 
 
+def test_a_compiled_model_is_looked_at_in_every_sample() -> None:
+    torch.compiler.reset()
+    model = Stack()
+    optimizer = sgd(model, 0.0)
+    with watched(model, optimizer, config={"seldom_every": 3}) as scope:
+        call = torch.compile(model, backend="aot_eager")
+        for _ in range(13):
+            nn.functional.mse_loss(call(data(0)[0]), data(0)[1]).backward()
+            optimizer.step()
+    assert all("act_kurtosis" in record.metrics for record in scope.records)
+    torch.compiler.reset()
+
+
 class Massive(nn.Module):
     """Adds much to one channel."""
 

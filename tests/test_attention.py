@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -440,6 +440,36 @@ def test_a_mode_of_the_user_sees_what_it_saw() -> None:
         model(data()).square().mean()
     calls = [name for name in beside.names if name == "scaled_dot_product_attention"]
     assert calls == [name for name in bare.names if name == "scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize(("every", "looks"), [(1, range(20)), (3, [*range(10), 12, 15, 18])])
+def test_it_looks_at_the_first_samples_and_then_seldom(every: int, looks: Sequence[int]) -> None:
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watched(model, optimizer, config={"seldom_every": every, "attention_logit": 1e3}) as scope:
+        for _ in range(20):
+            model(data()).square().mean().backward()
+            optimizer.step()
+    assert [record.step for record in scope.records] == [*range(20)]
+    for name in (*NAMES, BY_HEAD, "act_kurtosis"):
+        assert [record.step for record in scope.records if name in record.metrics] == [*looks]
+    the_same([scope.records[step] for step in looks], expected(model, passes=1))
+
+
+def test_it_looks_in_every_sample_while_logits_are_large() -> None:
+    model = Stack()
+    assert expected(model, passes=1)["attention_logit_max"].max() < 200 / 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watched(model, optimizer, config={"seldom_every": 5, "attention_logit": 200.0}) as scope:
+        for step in range(20):
+            if step in (8, 13):
+                with torch.no_grad():
+                    model.blocks[1].mixer.qkv.weight.mul_(10.0 if step == 8 else 0.1)
+            model(data()).square().mean().backward()
+            optimizer.step()
+    # large from 8 to 12; 13 shows that they no longer are, when 14 has begun
+    looked = [record.step for record in scope.records if "attention_logit_max" in record.metrics]
+    assert looked == [*range(16)]
 
 
 def test_it_can_be_switched_off() -> None:

@@ -31,11 +31,13 @@ class Layer:
 
     Args:
         path: of the module.
+        module: likewise.
         number: among all of them.
         within: whether another one is around it.
     """
 
-    def __init__(self, path: str, number: int, *, within: bool) -> None:
+    def __init__(self, path: str, module: nn.Module, number: int, *, within: bool) -> None:
+        self.module = module
         self.label, self.number, self.within = display_path(path), number, within
         self._chain = re.sub(r"\d+", "", path)
         self.has_run = False
@@ -101,13 +103,16 @@ class AttentionLayers:
             for path in paths
         ]
         self.all = [
-            Layer(path, at, within=bool(found)) for at, (path, found) in enumerate(zip(paths, around, strict=True))
+            Layer(path, module, at, within=bool(found))
+            for at, ((path, module), found) in enumerate(zip(held, around, strict=True))
         ]
         self.marks: dict[torch.device, Tensor] = {}
         """[1] the number of the layer that runs, on each device; kept where a part of the model is compiled."""
         self.unseen = False
         """Whether compiled code ran on a torch in which attention cannot be seen there."""
-        self._held, self._begin = held, begin
+        self.has_turn = True
+        """Whether this sampled step is one in which layers outside of compiled code are looked at."""
+        self._begin = begin
         self._under_way = threading.local()
         self._inside, self._around = Looking(saw), Looking(saw)
         """Pushed while one layer runs, and while the whole model does, where parts of it are compiled."""
@@ -128,9 +133,9 @@ class AttentionLayers:
             layer.marks = {device: torch.full((1,), layer.number, device=device) for device in devices}
         hooks.before(modules[0], fuse, self._enter_model, hooks.switch)
         hooks.after(modules[0], self._ends, self._leave_model, always=True)
-        for layer, (_, module) in zip(self.all, self._held, strict=True):
-            hooks.before(module, fuse, partial(self._enter, layer), hooks.switch)
-            hooks.after(module, fuse, partial(self._leave_traced, layer), hooks.switch)
+        for layer in self.all:
+            hooks.before(layer.module, fuse, partial(self._enter, layer), hooks.switch)
+            hooks.after(layer.module, fuse, partial(self._leave_traced, layer), hooks.switch)
 
     @property
     def _ends(self) -> str:
@@ -156,13 +161,17 @@ class AttentionLayers:
         # multi-head attention in evaluation has a kernel of its own, which it leaves where somebody looks
         return module.training or not isinstance(module, nn.MultiheadAttention)
 
+    def _has_turn(self, module: nn.Module) -> bool:
+        """Whether it is looked at outside of compiled code, which shows itself in every sampled step."""
+        return (self.has_turn or self._whole) and self._looks(module)
+
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         compiles = is_compiling() or in_compiled_call() or any(map(is_compiled, self._modules))
         self._whole = HOOKED_INTERMEDIATES and self._looks(module) and compiles
         self.unseen = self.unseen or (compiles and not HOOKED_INTERMEDIATES)
         if self._whole:
             self._around.start()
-        if not is_compiling() and self._looks(module):
+        if not is_compiling() and self._has_turn(module):
             self._under_way.forward = self._begin()
 
     def _leave_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -178,7 +187,7 @@ class AttentionLayers:
             self._mark(layer)
             if self._whole and not self._around.is_on_top() and not layer.within:
                 self._inside.start()  # inside of a checkpoint, which runs with the mode around it taken off
-        elif self._looks(module) and layer.is_first_pass(recomputing=in_backward()):
+        elif self._has_turn(module) and layer.is_first_pass(recomputing=in_backward()):
             if not layer.has_run:
                 # even where the forward raises: no mode may outlive it. Not before, because the hook's number would be
                 # a constant of what is traced, and each of many equal blocks a graph of its own

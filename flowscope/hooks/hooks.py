@@ -60,6 +60,8 @@ class Switch:
     def __init__(self, *, sampling: bool = False) -> None:
         self.sampling = sampling
         self.slow = False
+        self.seldom = False
+        """What costs more than most is looked at. Not asked in compiled code, where it would be a third graph."""
         self.paused = False
         self.in_closure = False
         """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""

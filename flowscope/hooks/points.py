@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flowscope.errors import FlowscopeError
-from flowscope.faults import Faults
 from flowscope.hooks.calls import ENTRY, PointKey
+from flowscope.hooks.hooks import Hooks
 from flowscope.model.hidden_state import AxisReader, is_compiling
 from flowscope.record_builder import RecordBuilder
 from flowscope.records import Array
@@ -101,6 +101,8 @@ class Statistic(Protocol):
     gradient_powers: tuple[int, ...]
     maxima: int
     """So many of its sums, the last, are no sums: the largest of all calls counts."""
+    seldom: ClassVar[bool]
+    """Whether it looks at the first samples and each `WatchConfig.seldom_every`-th only."""
 
     @property
     def fuse(self) -> str:
@@ -152,13 +154,15 @@ class AddedUp(PointMeasure):
 class Stranger(AddedUp):
     """A statistic that is not ours: its faults switch off it alone, and what it returns is checked."""
 
-    def __init__(self, statistic: Statistic, buffer: DepositBuffer, at: int, faults: Faults) -> None:
+    def __init__(self, statistic: Statistic, buffer: DepositBuffer, at: int, hooks: Hooks) -> None:
         super().__init__(buffer, at)
         self.columns, self.gradient_powers = statistic.columns, statistic.gradient_powers
-        self._stranger, self._faults = statistic, faults
+        self._stranger, self._faults, self._switch = statistic, hooks.faults, hooks.switch
 
     def look(self, point: Point) -> Sums | None:
-        """The forward's sums, None where it failed."""
+        """The forward's sums, None where it failed or it is not its turn."""
+        if not is_compiling() and self._stranger.seldom and not self._switch.seldom:
+            return None
         return self._sums(self._stranger.look, point, point.x, self.columns)
 
     def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
@@ -189,17 +193,21 @@ class Stranger(AddedUp):
         return sums.detach()
 
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
-        """The statistic's values, NaN where a point was not seen; nothing where it failed."""
+        """The statistic's values, NaN where a point was not seen; nothing where it failed or it was not its turn."""
+        if self._stranger.seldom and not self._columns(flow.rows).any():
+            return
         values = self._faults.guard(self._stranger.fuse, self._values, flow.rows)
         for name, metric in (values or {}).items():
             out.add(name, metric, flow.labels)
 
     def _values(self, rows: Array) -> dict[str, Array]:
-        stop = self.at + self.columns + len(self.gradient_powers)
         with np.errstate(all="ignore"):
-            found = self._stranger.values(rows[:, self.at : stop].copy())
+            found = self._stranger.values(self._columns(rows).copy())
         named = found if isinstance(found, Mapping) else {self._stranger.name: found}
         return {name: self._seen(values, rows) for name, values in named.items()}
+
+    def _columns(self, rows: Array) -> Array:
+        return rows[:, self.at : self.at + self.columns + len(self.gradient_powers)]
 
     def _seen(self, given: Array, rows: Array) -> Array:
         values = np.asarray(given, dtype=np.float64)

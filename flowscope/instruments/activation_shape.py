@@ -9,7 +9,6 @@ Axis letters: N positions (B*T), D channels.
 
 from __future__ import annotations
 
-import functools
 import math
 from functools import partial
 
@@ -27,19 +26,16 @@ _depth = partial(Metric, view="Depth", scale="log")
 SMALL = 2.0**-64
 
 
-@functools.lru_cache(maxsize=8)
-def _ones(rows: int, dtype: torch.dtype) -> Tensor:
-    return torch.ones(1, rows, dtype=dtype)
-
-
 def _host_sums(square: Tensor, end: float) -> Tensor:
-    """The sums of squares [N, D] on the host: products of matrices, as each small operation costs there."""
-    flat = square.view(-1)
-    fourth, largest = torch.dot(flat, flat).item(), math.sqrt(flat.max().item())
-    channels = (_ones(square.shape[0], square.dtype) @ square).numpy()[0].astype(np.float64)
+    """The sums of squares [N, D] on the host, in the few operations that are fast there."""
+    entries = square.numpy()
+    flat = entries.reshape(-1)
+    fourth, largest = float(flat.dot(flat)), math.sqrt(flat.max())
+    channels = np.add.reduce(entries, 0)
     number = int(channels.argmax())
     top = float(channels[number])
-    sums = flat.shape[0], channels.sum(), fourth, top, top * number, top * number**2, largest, largest / end
+    total = channels.sum(dtype=np.float64)
+    sums = flat.size, total, fourth, top, top * number, top * number**2, largest, largest / end
     return torch.from_numpy(np.array(sums, dtype=np.float64))
 
 
@@ -47,7 +43,7 @@ class ActivationShape(PointStatistic):
     """Sums of each hidden state: entries, squares, fourth powers, each call's top channel; and the largest entry."""
 
     name = "activation_shape"
-    columns, maxima = 8, 2
+    columns, maxima, seldom = 8, 2, True
     metrics = (
         _depth(
             "act_absmax",

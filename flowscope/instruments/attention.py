@@ -102,11 +102,11 @@ class Attention(Instrument):
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
         """One, where a module may hold attention."""
         held = attention_modules(view.modules)
-        return [cls(held, config.positions)] if held else []
+        return [cls(held, config)] if held else []
 
-    def __init__(self, held: Sequence[tuple[str, nn.Module]], limit: int) -> None:
+    def __init__(self, held: Sequence[tuple[str, nn.Module]], config: WatchConfig) -> None:
         heads = {head_count(module) for _, module in held}
-        self._rows = Rows(limit, max(heads) if len(heads) == 1 else 0)
+        self._rows = Rows(config.positions, max(heads) if len(heads) == 1 else 0)
         self._heads = min(max(heads), MOST_HEADS) if 0 not in heads else SOME
         self._layers = AttentionLayers(held, self.saw, self._begin)
         self._piles, self._may_wait = Piles(), True
@@ -114,6 +114,8 @@ class Attention(Instrument):
         self._tables: dict[torch.device, Tensor] = {}
         self._known = np.zeros(len(held), bool)
         """[N] which have ever shown attention: they have a row in every record."""
+        self._large, self._grows = config.attention_logit / 4, False
+        """From a quarter of the limit on each sampled step is looked at; whether a layer is there."""
         self._shown = 0
         """So many heads the widest of them has."""
 
@@ -131,6 +133,10 @@ class Attention(Instrument):
             shape = len(self._known), HEADS + self._heads
             self._tables[device] = blank(torch.empty(shape, dtype=wide(device), device=device))
         return self._tables[device]
+
+    def begin_step(self) -> None:
+        """A sampled step begins: it looks in each where logits are large, else seldom."""
+        self._layers.has_turn = self._hooks.switch.seldom or self._grows
 
     def start_forward(self) -> None:
         """A training forward of the model begins."""
@@ -238,7 +244,8 @@ class Attention(Instrument):
         tables = [table.clone() for table in seen]
         for table in seen:
             blank(table)
-        if not tables and not self._known.any() and not self._layers.unseen:
+        known = self._known.any() and self._layers.has_turn
+        if not tables and not known and not self._layers.unseen:
             return None
         step = AttentionStep(tables, len(self._known), self._heads)
         return Taken(self.name, tables, partial(self._read, step), step.parts)
@@ -247,6 +254,7 @@ class Attention(Instrument):
         sums, largest, head, heads = step.numbers(parts)
         shown = sums[:, ROWS] > 0
         self._known |= shown
+        self._grows = bool((largest[shown] > self._large).any())
         if self._layers.unseen and not self._known.all():
             out.note(compiled.NO_ATTENTION)
         if not self._known.any():

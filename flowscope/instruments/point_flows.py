@@ -92,7 +92,7 @@ class PointFlows(Instrument):
             measures.append(Cosines(self.buffer, TO_INPUT, limit, origin_first=first))
         if flow.kind == "concat":
             measures.append(Widths())
-        measures += [Stranger(statistic, self.buffer, at, hooks.faults) for statistic, at in self._further]
+        measures += [Stranger(statistic, self.buffer, at, hooks) for statistic, at in self._further]
         return [*measures, Rank(hooks.switch)] if depth else measures
 
     def layout(self) -> int:

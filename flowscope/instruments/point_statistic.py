@@ -45,6 +45,8 @@ class PointStatistic(Instrument):
         maxima: so many of them, the last, are no sums but numbers >= 0 of which the largest counts.
         gradient_powers: for `gradient_sums`, one a column: the power of the gradient that is added up in it, 0 for a
             count. By it the ranks undo that DDP averages gradients.
+        seldom: True for one that costs more than most: it looks at the first 10 samples, then at each
+            `WatchConfig.seldom_every`-th. In compiled code at all of them.
         times_loss_scale: whether the values grow with the loss scale of a GradScaler; they are divided by it.
     """
 
@@ -56,6 +58,7 @@ class PointStatistic(Instrument):
     view: ClassVar[str] = "Depth"
     scale: ClassVar[Scale] = "linear"
     times_loss_scale: ClassVar[bool] = False
+    seldom: ClassVar[bool] = False
     columns: int = 0
     maxima: int = 0
     gradient_powers: tuple[int, ...] = ()

@@ -128,11 +128,11 @@ class Observation:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, *, sampling: bool, slow: bool) -> None:
+    def begin_step(self, *, sampling: bool, slow: bool, seldom: bool) -> None:
         """Turn the instruments on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
             self.drop()
-        self.switch.sampling, self.switch.slow = sampling, slow
+        self.switch.sampling, self.switch.slow, self.switch.seldom = sampling, slow, seldom
         self.hooks.turns.now.clear()
         if sampling:
             self._tell("begin_step")

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from flowscope.config import WatchConfig
 from flowscope.faults import Faults
 from flowscope.instruments.wiring import held_by
 from flowscope.observation.observation import Observation
 from flowscope.ranks.ranks import Ranks
 from flowscope.recorder import Recorder
 from flowscope.records import Record
-from flowscope.schedule import Schedule
+from flowscope.schedule import FIRST_STEPS, Schedule
 from flowscope.steps.ended import EndedStep, EndedSteps
 from flowscope.steps.losses import Losses, Value
 from flowscope.steps.optimizers import OptimizerClock, OwnOptimizers
@@ -34,10 +35,10 @@ class StepCount:
         ended: whether any step has ended.
     """
 
-    def __init__(self, schedule: Schedule, slow_every: int, faults: Faults) -> None:
+    def __init__(self, schedule: Schedule, config: WatchConfig, faults: Faults) -> None:
         self.step = self.samples = 0
         self.ended = False
-        self._schedule, self._slow_every, self._faults = schedule, slow_every, faults
+        self._schedule, self._config, self._faults = schedule, config, faults
 
     def sampling(self) -> bool:
         """Whether the step is sampled."""
@@ -45,7 +46,12 @@ class StepCount:
 
     def slow(self) -> bool:
         """Whether the slow metrics are computed, should it be sampled."""
-        return self._slow_every > 0 and self.samples % self._slow_every == 0
+        every = self._config.slow_every
+        return every > 0 and self.samples % every == 0
+
+    def seldom(self) -> bool:
+        """Whether what costs more than most is looked at, should it be sampled."""
+        return self.samples < FIRST_STEPS or self.samples % self._config.seldom_every == 0
 
 
 class StepDriver:
@@ -203,7 +209,8 @@ class StepDriver:
     def begin(self) -> None:
         """Begin the step under way: decide whether it is sampled."""
         sampling = self._count.sampling()
-        self.observation.begin_step(sampling=sampling, slow=sampling and self._count.slow())
+        slow, seldom = self._count.slow(), self._count.seldom()
+        self.observation.begin_step(sampling=sampling, slow=sampling and slow, seldom=sampling and seldom)
         self._machine.begin(sampling=sampling)
         self._set_switch()
         self._runs = self.observation.runs()
