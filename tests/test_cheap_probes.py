@@ -22,6 +22,28 @@ def test_norms_of_small_tensors_joined_are_those_of_each() -> None:
     assert norms(tensors) == pytest.approx(expected, rel=1e-5, abs=0)
 
 
+@pytest.mark.parametrize("size", [(1 << 16) + 1, (1 << 20) + 3, (257, 4099)])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e-14, 1e17, 1e20])
+def test_norms_of_large_tensors_are_those_of_fp64(size: int | tuple[int, int], scale: float) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    x = (x**3 * scale).float()  # heavy tails
+    others = [x.T.contiguous().T] if x.dim() == 2 else [x.flip(0)]
+    expected = float(np.sqrt((x.double().numpy() ** 2).sum()))
+    assert norms([x, *others]) == pytest.approx([expected] * 2, rel=1e-6, abs=0)
+
+
+def test_large_tensors_of_rows_far_apart_and_with_a_nan() -> None:
+    x = torch.full((20, 4096), 1e-22)
+    x[3] = 1e-13  # of which the norm is, though squares of the other rows vanish in fp32
+    tails = torch.full((81_921,), 1e-30)  # the last entry is a row of its own
+    tails[-1] = 1.0
+    holed = torch.ones(20, 4096)
+    holed[7, 9] = float("nan")
+    found = norms([x, tails, torch.full((20, 4096), 1e-22), holed])
+    assert found[:3] == pytest.approx([64e-13, 1.0, np.sqrt(81_920) * 1e-22], rel=1e-6, abs=0)
+    assert np.isnan(found[3])
+
+
 def test_sums_of_the_host_that_wait_are_all_added() -> None:
     buffer = DepositBuffer(3)
     rows = [buffer.new_row() for _ in range(2)]

