@@ -156,8 +156,20 @@ def _report(arguments: argparse.Namespace) -> None:
     for name, run in runs.items():
         if not run.records:
             raise FlowscopeError(f"{name}: no record yet, so there is nothing to draw; wait for the first step.")
+    _tell_differences({name: run.header or RunHeader() for name, run in runs.items()})
     file = write_report(runs, arguments.output, title=arguments.title)
     print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+
+
+def _tell_differences(headers: Mapping[str, RunHeader]) -> None:
+    """What each run after the first was set up with otherwise."""
+    from flowscope.parting.differences import differences
+
+    (first, start), *others = headers.items()
+    for name, header in others:
+        told = differences(start, header)
+        print(f"what differs, {first} -> {name}: {'nothing that the headers say' if not told else ''}".rstrip())
+        print("".join(f"  {line}\n" for line in told), end="")
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ class RecordBuilder:
 
     def __init__(self, step: int) -> None:
         self.layouts: list[FlowLayout] = []
+        self.setup: dict[str, Any] = {}
+        """What the run's header is to say of how the run is set up."""
         self._record = Record(step)
         self._labels: dict[str, tuple[str, ...]] = {}
         self._flow: str | None = None
@@ -49,6 +52,10 @@ class RecordBuilder:
         """Add metrics of a flow, those of its points with their labels, those between points with all but the first."""
         for name, values in metrics.items():
             self.add(name, values, labels if len(values) == len(labels) else labels[1:])
+
+    def tell(self, setup: Mapping[str, Any]) -> None:
+        """Say in the run's header how the run is set up; JSON-ready."""
+        self.setup |= setup
 
     def note(self, sentence: str) -> None:
         """Add a sentence on what could not be measured."""

@@ -183,7 +183,7 @@ class Recorder:
         if gap is not None:
             record.metrics["rank_gap"] = gap
             record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
-        self._update_header(made[1], record)
+        self._update_header(made[1], record, made[2])
         return record
 
     def covered(self) -> RunHeader:
@@ -221,18 +221,19 @@ class Recorder:
                     # every alert of this record reaches every callback first; the scope raises it at the step's end
                     self.stop = self.stop or stop
 
-    def _update_header(self, layouts: list[FlowLayout], record: Record) -> None:
-        """Write the header again when a flow or the rows of a metric changed."""
+    def _update_header(self, layouts: list[FlowLayout], record: Record, setup: dict[str, Any]) -> None:
+        """Write the header again when a flow, the rows of a metric or what is known of the set-up changed."""
         flows = {flow.name: flow for flow in self.header.flows}
         flows.update({layout.name: layout for layout in layouts})
         labels = {**self.header.labels, **record.metric_labels, "canary": Canary.KINDS}
         same = labels == self.header.labels and tuple(flows.values()) == self.header.flows
-        if same and record.metrics.keys() <= self._headed:
+        if same and not setup and record.metrics.keys() <= self._headed:
             return
         self._headed |= record.metrics.keys()
         names = {split_key(key)[0] for key in (*labels, *record.metrics)} | {*self.header.metrics, "step_losses"}
         metrics = {name: metric for name, metric in self.specs.items() if name in names}
-        told = replace(self.header, flows=tuple(flows.values()), labels=labels, metrics=metrics)
+        setup = {**self.header.setup, **setup}
+        told = replace(self.header, flows=tuple(flows.values()), labels=labels, metrics=metrics, setup=setup)
         if told == self.header:
             return
         self.header = told

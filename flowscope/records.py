@@ -66,6 +66,8 @@ class RunHeader:
         shown_by: kind of alert -> the metrics that show it, best first; empty in runs of 0.1.
         coverage: one line on what silence covers: what was judged, what could not be; empty before the first records
             and in runs of 0.1.
+        setup: how the run is set up (flowscope/instruments/set_up.py): what `flowscope.bisect` and `flowscope compare`
+            begin with; {} before the first record and in runs of 0.1.
         extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
     """
 
@@ -78,6 +80,7 @@ class RunHeader:
     shown_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     extremes: Mapping[str, str] = field(default_factory=dict)
     coverage: str = ""
+    setup: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""

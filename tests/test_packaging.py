@@ -29,6 +29,7 @@ PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.sums", "flowscope.hooks"}
 MEASURING = ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.sums", "flowscope.hooks", "flowscope.record_builder"}
+COMPARING = {"flowscope.parting", "flowscope.model.plan", "flowscope.sinks", "flowscope.detectors"}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
@@ -55,7 +56,8 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.torch_internals", {"torch"}),
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
     ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
-    ("flowscope.views", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.views"}),
+    ("flowscope.parting", ANY | PLAIN | COMPARING),
+    ("flowscope.views", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.views", "flowscope.parting"}),
 )
 
 

@@ -31,6 +31,7 @@ from flowscope.instruments.point_statistic import PointStatistic
 from flowscope.instruments.reach import Reach
 from flowscope.instruments.recurrent import RecurrentFlow
 from flowscope.instruments.routing import Routing
+from flowscope.instruments.set_up import SetUp
 from flowscope.instruments.silent_flows import SilentFlows
 from flowscope.instruments.solvers import Solvers
 from flowscope.instruments.streams import KnownStreams
@@ -69,6 +70,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Solvers,
     Attention,
     ActivationShape,
+    SetUp,
 )
 
 

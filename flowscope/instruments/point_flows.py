@@ -174,6 +174,7 @@ class PointFlows(Instrument):
 
     def _note_compiled(self, out: RecordBuilder, labels: Sequence[str], picked: Array) -> None:
         out.note(compiled.NOT_MEASURED)
+        out.tell({"traced": True})
         if not compiled.HOOKED_INTERMEDIATES:
             out.note(compiled.FORWARD_ONLY)
             self._hooks.warn_once(compiled.FORWARD_ONLY)

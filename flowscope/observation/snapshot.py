@@ -61,8 +61,8 @@ class Snapshot:
         """Whether `record` would not wait for a copy."""
         return self._copy.ready()
 
-    def record(self, step: int) -> tuple[Record, list[FlowLayout]]:
-        """Wait for the copy and compute the metrics; returns them with the layout of the flows."""
+    def record(self, step: int) -> tuple[Record, list[FlowLayout], dict[str, Any]]:
+        """Wait for the copy and compute the metrics; returns them with the layout of the flows and the run's set-up."""
         host, out = iter(self._copy.read()), RecordBuilder(step)
         for fuse, taken in self._taken:
             own = [next(host) for _ in taken.tensors]
@@ -72,4 +72,4 @@ class Snapshot:
             self._faults.guard(fuse, taken.read, out, [self._sums[taken.name]] if taken.name in self._sums else own)
             if local:
                 self.local |= out.keys() - before
-        return out.finish(), out.layouts
+        return out.finish(), out.layouts, out.setup

@@ -35,6 +35,7 @@ class RunView:
         last_step: of the last record, None without records.
         notices: what could not be read, and why.
         stamp: changes when the run does.
+        differs: what it was set up with otherwise than the run it is compared with.
     """
 
     name: str
@@ -46,6 +47,7 @@ class RunView:
     last_step: int | None = None
     notices: list[str] = field(default_factory=list)
     stamp: str = ""
+    differs: Sequence[str] = ()
 
 
 def overview_payload(runs: Sequence[RunView]) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def _run_payload(run: RunView) -> dict[str, Any]:
         "verdict": verdict(run, spans),
         "facts": facts(run),
         "notices": run.notices,
+        "differs": list(run.differs),
         "config": strict(header.config) if header else {},
         "environment": strict(header.environment) if header else {},
         "stamp": run.stamp,

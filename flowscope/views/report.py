@@ -14,6 +14,7 @@ import numpy as np
 
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
+from flowscope.parting.differences import differences
 from flowscope.records import Run, RunHeader, split_key
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
@@ -102,7 +103,11 @@ def write_report(
 def report_payload(runs: Mapping[str, Run], title: str) -> dict[str, Any]:
     """Everything the report's script reads: the tab's overview, and for each run and key what the tab would ask for."""
     series = {name: _all_series(run) for name, run in runs.items()}
-    views = [_view(name, run, series[name]) for name, run in runs.items()]
+    first = next(iter(runs.values())).header or RunHeader()
+    views = [
+        replace(_view(name, run, series[name]), differs=differences(first, run.header or RunHeader()))
+        for name, run in runs.items()
+    ]
     profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
     columns, rows = _fit(profiles)
     keep = {name: [alert.step for alert in run.alerts] for name, run in runs.items()}

@@ -28,6 +28,14 @@ export function verdicts(runs, colourOf) {
   return el("div", { class: "verdicts" }, ...runs.map(card));
 }
 
+/** What the runs were set up with otherwise than the first of them; nothing where there is one run. */
+export function differing(runs) {
+  const told = runs.filter((run) => run.differs?.length > 0);
+  if (!told.length) return [];
+  const lines = (run) => [el("p", {}, el("b", {}, run.name)), el("ul", {}, ...run.differs.map((line) => el("li", {}, line)))];
+  return [el("section", { class: "differs" }, el("h2", {}, "What differs"), ...told.flatMap(lines))];
+}
+
 /** One line an alert; a click calls `onAlert(run, alert)`. */
 export function timeline(runs, chosen, onAlert) {
   const rows = runs.flatMap((run) => run.alerts.map((alert) => ({ run, alert })));

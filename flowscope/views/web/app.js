@@ -1,6 +1,6 @@
 // The page: what is chosen (runs, flow, metric, scale, pinned steps) and what follows from it.
 
-import { timeline, verdicts } from "./alerts.js";
+import { differing, timeline, verdicts } from "./alerts.js";
 import { Controls, VIEWS, opening } from "./controls.js";
 import { el, emptyState, replace } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
@@ -138,7 +138,8 @@ export class App {
   async draw() {
     const turn = (this.drawing += 1);
     const runs = this.shown();
-    this.parts.state.replaceChildren(runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left."));
+    const cards = runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left.");
+    this.parts.state.replaceChildren(...differing(runs), cards);
     const loss = lossFigure(runs, (name) => this.colourOf(name));
     replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
