@@ -37,9 +37,15 @@ MODES: list[tuple[str, dict[str, Any], Any]] = [
     ("shc", {"streams": 3}, models.PreNormBlock),
     ("dhc", {}, models.PreNormBlock),
     ("mhc", {"streams": 3}, models.PreNormBlock),
+    ("mhc-lite", {"streams": 3}, models.PreNormBlock),
+    ("kromhc", {}, models.PreNormBlock),
+]
+SCALED: list[tuple[str, dict[str, Any], Any]] = [
+    ("rezero", {"init": 0.4}, models.PreNormBlock),
+    ("peri-ln", {}, models.PreNormBlock),
 ]
 GATED, NORMED = [MODES[k] for k in (1, 2, 3)], [MODES[k] for k in (0, 4, 5, 6)]
-assert {mode for mode, _, _ in MODES} == set(modes.MODES), "a rule without a test of what watch says of it"
+assert {mode for mode, _, _ in [*MODES, *SCALED]} == set(modes.MODES), "a rule without a test of what watch says of it"
 STREAMED, PARAMETRISED = MODES[7:], [*MODES[1:6], *MODES[7:]]
 
 
@@ -103,7 +109,7 @@ def site_labels(depth: int = 3, sites: int = 2) -> list[str]:
     return [f"blocks.{block}#{site}" for block in range(depth) for site in range(sites)]
 
 
-@pytest.mark.parametrize(("mode", "options", "block"), MODES)
+@pytest.mark.parametrize(("mode", "options", "block"), [*MODES, *SCALED])
 def test_training_a_wrapped_model_is_bitwise_that_of_the_bare_run(
     mode: str, options: dict[str, Any], block: Any
 ) -> None:
@@ -285,7 +291,7 @@ def test_mixing(mode: str, options: dict[str, Any], block: Any) -> None:
     streams = [torch.cat([s.flatten(0, 1) for s in seen[k, "streams"]]) for k in range(6)]
     cosines = [[torch.cosine_similarity(s[:, i], s[:, j], dim=-1) for i, j in pairs] for s in streams]
     close(record["stream_cosine"], [torch.stack(c).mean() for c in cosines], atol=1e-6)
-    if mode == "mhc":
+    if "mhc" in mode:
         close(record["mix_gain_forward"], np.ones(6), rtol=1e-5)
     else:
         assert np.all(record["mix_gain_forward_norm"] > record["mix_gain_forward"] - 1e-9)
@@ -327,7 +333,7 @@ def test_connection_grad_norm(mode: str, options: dict[str, Any], block: Any) ->
     paths = [path for path, c in connections(model) if list(c.parameters())]
     assert record.labels("connection_grad_norm") == paths
     close(record["connection_grad_norm"], [value for value in expected[False] if not math.isnan(value)])
-    if mode in ("keel", "highway", "dhc", "mhc"):
+    if mode in ("keel", "highway", "dhc", "mhc", "mhc-lite", "kromhc"):
         close(record["connection_grad_norm_generators"], expected[True])
     else:
         assert "connection_grad_norm_generators" not in record.metrics

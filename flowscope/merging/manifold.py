@@ -7,13 +7,13 @@ Axis letters: M = all of B and T flattened, S streams (n of them), D features. M
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from flowscope.merging.connection import ConnectionContext
+from flowscope.merging.connection import ConnectionContext, ModeOptions
 from flowscope.merging.projection import project_normalised
 from flowscope.merging.streams import Coefficients, StreamConnection, StreamOptions
 
@@ -104,19 +104,31 @@ class _Projection(_TracedProjection):
 
 
 class ManifoldSite(nn.Module):
-    """Coefficients of one site: phi [(2+n)n, nD] (`generator`), b [(2+n)n] (`static`), a [3] (`scale`).
+    """Coefficients of one site: phi [2n+R, nD] (`generator`), b [2n+R] (`static`), a [3] (`scale`).
 
-    Rows: n of the read, n of the write, n*n of the residual mapping (i*n + j: from stream j to stream i).
+    Rows: n of the read, n of the write, R = n*n of the residual mapping (i*n + j: from stream j to stream i).
+
+    Attributes:
+        streams: n.
     """
 
-    def __init__(self, context: ConnectionContext, options: ManifoldOptions, index: int) -> None:
+    def __init__(self, context: ConnectionContext, options: Any, index: int) -> None:
         super().__init__()
-        n, self.iterations = options.streams, options.iterations
-        self.streams = n
-        self.generator = context.parameter((2 + n) * n, n * context.features)
-        static = torch.cat([_first_read(n, index), torch.zeros(n), _diagonal(n, options)])
+        n = self.streams = options.streams
+        static = torch.cat([_first_read(n, index), torch.zeros(n), self.first_mixing(options)])
+        self.generator = context.parameter(len(static), n * context.features)
         self.static = nn.Parameter(static.to(dtype=context.dtype, device=context.device))
         self.scale = context.parameter(3, value=0.01)
+
+    def first_mixing(self, options: Any) -> Tensor:
+        """Return [R] the first logits of the residual mapping, and keep of the options what `mixing` needs."""
+        self.iterations = options.iterations
+        first: Tensor = options.init_diagonal * torch.eye(self.streams)
+        return first.flatten()
+
+    def mixing(self, logits: Tensor) -> Tensor:
+        """Return the residual mappings [S, S, M] (rows: output stream) of the logits [R, M]."""
+        return _project(logits.view(self.streams, self.streams, -1), self.iterations)
 
     def forward(self, h: Tensor) -> Coefficients:
         """Return read, residual and write of every position from the streams h [M, S, D].
@@ -130,11 +142,12 @@ class ManifoldSite(nn.Module):
         phi, static, scale = (p.to(flat.dtype) for p in (self.generator, self.static, self.scale))
         logits = project_normalised(flat, phi, _EPS, centred=False)
         logits = logits * (torch.linalg.vector_norm(flat.detach(), dim=-1) > 0)
-        read, write, residual = torch.split_with_sizes(logits, [n, n, n * n])
-        b_read, b_write, b_residual = torch.split_with_sizes(static.unsqueeze(-1), [n, n, n * n])
+        sizes = [n, n, len(static) - 2 * n]
+        read, write, residual = torch.split_with_sizes(logits, sizes)
+        b_read, b_write, b_residual = torch.split_with_sizes(static.unsqueeze(-1), sizes)
         read = torch.sigmoid(b_read + scale[0] * read)
         write = 2.0 * torch.sigmoid(b_write + scale[1] * write)
-        residual = _project((b_residual + scale[2] * residual).view(n, n, -1), self.iterations)
+        residual = self.mixing(b_residual + scale[2] * residual)
         # Positions outermost and in memory order: bmm falls back to one matrix at a time on other strides.
         rows = torch.cat([read.unsqueeze(0), residual, write.unsqueeze(0)]).permute(2, 0, 1).contiguous()
         read, residual, write = torch.split_with_sizes(rows, [1, n, 1], dim=1)
@@ -150,10 +163,6 @@ def _first_read(n: int, index: int) -> Tensor:
     return read
 
 
-def _diagonal(n: int, options: ManifoldOptions) -> Tensor:
-    return (options.init_diagonal * torch.eye(n)).flatten()
-
-
 class ManifoldConnection(StreamConnection):
     """`x_{k+1} = Hres x_k + Hpost^T f(Hpre x_k)`, streams x [S, D] of every position (equations 3, 7, 8).
 
@@ -163,12 +172,13 @@ class ManifoldConnection(StreamConnection):
     """
 
     mode = "mhc"
-    Options = ManifoldOptions
+    Options: ClassVar[type[ModeOptions]] = ManifoldOptions
+    Site: ClassVar[type[ManifoldSite]] = ManifoldSite
     warmup = 1.5
 
-    def __init__(self, context: ConnectionContext, options: ManifoldOptions) -> None:
+    def __init__(self, context: ConnectionContext, options: Any) -> None:
         super().__init__(context, options, options.streams, "mean")
-        self.site = nn.ModuleList(ManifoldSite(context, options, self.offset + k) for k in range(context.sites))
+        self.site = nn.ModuleList(self.Site(context, options, self.offset + k) for k in range(context.sites))
 
     def keeps_output(self) -> bool:
         """Whatever the options."""

@@ -10,8 +10,12 @@ from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
 from flowscope.merging.gates import HighwayConnection, KeelConnection
 from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
+from flowscope.merging.kronecker import KroneckerConnection
 from flowscope.merging.manifold import ManifoldConnection
+from flowscope.merging.periln import PeriLNConnection
+from flowscope.merging.permutations import PermutationConnection
 from flowscope.merging.postln import DeepNormConnection, KeelPostLNConnection
+from flowscope.merging.rezero import ReZeroConnection
 
 Rule = type[Connection]
 BUILT_IN: tuple[Rule, ...] = (
@@ -23,6 +27,10 @@ BUILT_IN: tuple[Rule, ...] = (
     HyperConnection,
     ManifoldConnection,
     DeepNormConnection,
+    PermutationConnection,
+    KroneckerConnection,
+    PeriLNConnection,
+    ReZeroConnection,
 )
 """In the order of the documentation."""
 MODES: dict[str, Rule] = {rule.mode: rule for rule in BUILT_IN}
