@@ -38,6 +38,7 @@ from flowscope.detectors.plateau import LossMisfit, LossPlateau, TooSlow
 from flowscope.detectors.progress import Progress
 from flowscope.detectors.ranks import RankDesync
 from flowscope.detectors.routing import ExpertCollapse, UnusedExperts
+from flowscope.detectors.same_batch import SameBatch
 from flowscope.detectors.solvers import SolverCost, SolverUnconverged
 from flowscope.detectors.spikes import GradientSpike
 from flowscope.detectors.stepping import GradientAccumulates, StaleParameters
@@ -62,6 +63,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     BroadcastLoss,
     LossMisfit,
     Symmetry,
+    SameBatch,
     RankDesync,
     TokenCollapse,
     DeadUnits,

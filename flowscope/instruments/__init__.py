@@ -17,6 +17,7 @@ from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.gates import Gates
+from flowscope.instruments.input_checksum import InputChecksum
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.kept_updates import KeptUpdates
 from flowscope.instruments.made_anew import MadeAnew
@@ -66,6 +67,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     NormGaps,
     Outputs,
     Objective,
+    InputChecksum,
     Routing,
     Solvers,
     Attention,

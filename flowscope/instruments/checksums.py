@@ -8,6 +8,7 @@ norms of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from flowscope.sums.vector_norms import Number, numbers
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ENTRIES = 16_384
+"""At most so many entries tell one batch from another."""
 
 
 class Checksums:
@@ -43,3 +46,25 @@ def checksum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's entries, read as integers of their size: every change of one entry changes it."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(_BITS[real.element_size()]).sum(dtype=torch.int64)
+
+
+def ordered_checksum(tensor: Tensor) -> Tensor:
+    """Like `checksum` of up to `ENTRIES` evenly spaced entries, but the same entries in another order have another sum.
+
+    Token ids are small whole numbers: plain sums of different batches would often be equal.
+    """
+    entries = real_entries(tensor)
+    bits = entries[:: -(-entries.numel() // ENTRIES) or 1].view(_BITS[entries.element_size()]).long()
+    return ((bits + 1) * _weights(bits.numel(), bits.device)).sum()
+
+
+def real_entries(tensor: Tensor) -> Tensor:
+    """The entries as a vector of real numbers."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+@lru_cache(maxsize=16)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd whole numbers that look random, one an entry; products and sums wrap around at 2^64."""
+    places = torch.arange(1, count + 1, device=device)
+    return (places * 0x5851F42D4C957F2D) ^ (places * 0x14057B7EF767814F) | 1
