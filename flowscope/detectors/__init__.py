@@ -34,6 +34,7 @@ from flowscope.detectors.limit import Limit
 from flowscope.detectors.losses import LossSpike
 from flowscope.detectors.lost_signal import NoSignal
 from flowscope.detectors.moments import StaleMoment
+from flowscope.detectors.outgrown import UpdateGrowth
 from flowscope.detectors.plateau import LossMisfit, LossPlateau, TooSlow
 from flowscope.detectors.progress import Progress
 from flowscope.detectors.ranks import RankDesync
@@ -82,6 +83,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     ExplodingGradient,
     UpdateTooLarge,
     StaleMoment,
+    UpdateGrowth,
     TrainEvalGap,
     LossSpike,
     GradientSpike,
