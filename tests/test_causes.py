@@ -102,6 +102,21 @@ def test_late_blow_ups_count_though_much_more_was_learned_before() -> None:
     assert [(kind, severity) for kind, _, severity in raised(play(steps(losses)))] == [("loss_spike", "warning")]
 
 
+def judged_by_another(losses: np.ndarray, **more: dict[int, float]) -> list[Record]:
+    series = steps(losses, other_losses=[1.0], trained_through=[1.0], **more)  # type: ignore[arg-type]
+    for item in series:
+        item.metric_labels = {"trained_through": ("",), "param_grad_norm": tuple("abcde")}
+    return series
+
+
+def test_a_loss_in_the_units_of_a_net_that_learns_may_come_to_any_height() -> None:
+    """An actor's: its critic begins at 0 and comes to the size of returns."""
+    losses = np.concatenate([noisy(0.3, 100, spread=0.01), noisy(9.0, 300, spread=0.05)])
+    assert "warning" not in {s for _, _, s in raised(play(judged_by_another(losses)))}
+    assert "warning" in {s for _, _, s in raised(play(steps(losses, other_losses=[1.0])))}
+    assert "warning" in {s for _, _, s in raised(play(judged_by_another(losses, ratio={10: 0.3})))}
+
+
 def test_of_several_players_a_loss_that_rises_is_no_alarm() -> None:
     losses = np.concatenate([noisy(0.7, 300, spread=0.01), noisy(1.9, 300, spread=0.05)])
     assert "warning" not in {s for _, _, s in raised(play(steps(losses, other_losses=[1.0])))}
@@ -216,6 +231,36 @@ def test_a_player_that_starves_is_named() -> None:
 
     assert game(5e-3) == [("vanishing_gradient", "made")]
     assert game(0.05) == []
+
+
+@pytest.mark.parametrize(("last", "count"), [(5e-3, 1), (0.05, 0)])
+def test_a_player_that_is_watched_alone_starves_too(last: float, count: int) -> None:
+    series = judged_by_another(np.full(300, 0.7), gradient={n: 0.1 if n < 10 else 0.1 * last for n in range(30)})
+    assert [a.where for a in play(series) if a.kind == "vanishing_gradient"] == [""] * count
+
+
+# -- what is returned beside the answer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer", "places"),
+    [
+        ((0.01, 0.02), 1.0, ["mu"]),  # .05 and .04 of what they were
+        ((0.01, 0.3), 1.0, []),  # one alone may: a variance that is the same everywhere
+        ((0.01, 0.02), 0.1, []),  # the answer fades with them
+        ((0.06, 0.2), 1.0, []),
+    ],
+)
+def test_codes_that_the_answer_does_without_are_told(
+    codes: tuple[float, float], answer: float, places: list[str]
+) -> None:
+    series = []
+    for step in range(0, 100, 5):
+        further, own = ([0.2, 0.5], 1.0) if step < 30 else ([*codes], answer)
+        series.append(record(step, further_deviation=further, output_deviation=[own]))
+        series[-1].metric_labels = {"further_deviation": ("mu", "logvar")}
+    alerts = [a for a in play(series) if a.state == "raised"]
+    assert [(a.kind, a.where) for a in alerts] == [("representation_collapse", place) for place in places]
 
 
 # -- whose fault a NaN is ---------------------------------------------------------------------------------------------

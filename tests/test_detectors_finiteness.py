@@ -55,6 +55,17 @@ def test_the_first_activation_by_depth_is_named_with_its_count():
     assert "eps" in alert.advice
 
 
+def test_what_a_block_returns_beside_the_hidden_state_counts_where_the_loss_is_bad():
+    """A log-determinant; a score that is masked with -inf on purpose spoils nothing."""
+    beside = {"nonfinite_beside": [0, 0, 3, 3, 0, 0, 0]}
+    alert = only(play([record(0, finite() | beside, canary=(0, 0, 9, 1), loss=NAN)]))
+    assert (alert.where, alert.value) == ("blocks.1", 3)
+    assert "beside the hidden state" in alert.message
+    alert = only(play([record(0, finite([0, 0, 0, 9, 9, 9, 9]) | beside, canary=(0, 9, 9, 1), loss=NAN)]))
+    assert alert.where == "blocks.2"
+    assert play([record(0, finite() | beside, loss=0.5, param_norm=[1.0] * 5, param_grad_norm=[0.1] * 5)]) == []
+
+
 def test_the_first_flow_that_is_bad_is_named():
     flows = header(layout("encoder"), layout("decoder"))
     bad = record(0, finite(), others={"decoder": finite([0, 5, 5, 5, 5, 5, 5])}, loss=NAN)

@@ -238,7 +238,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting() | built_in_forward() | playing()
+    names |= waiting() | built_in_forward() | playing() | returning_more()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -267,6 +267,41 @@ def playing() -> set[str]:
             (nets["critic"](inputs) - torch.ones(5)).square().mean().backward()
             optimizer.step()
     return {*scope.records[0].metrics}
+
+
+class Coupling(torch.nn.Module):
+    """A block that returns the log of its scale beside the hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self.scale(x)
+        return x + scale, scale.relu().log()
+
+
+class Couplings(torch.nn.Module):
+    """Returns what the last of them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Coupling() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x, beside = layer(x)
+        return x, beside
+
+
+def returning_more() -> set[str]:
+    """The metric names of a model that returns two tensors, and of blocks that do, one of them not finite."""
+    model = Couplings()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        torch.cat(model(torch.randn(5, 4))).sum().backward()
+        optimizer.step()
+    return {split_key(key)[0] for key in scope.records[0].metrics}
 
 
 def built_in_forward() -> set[str]:

@@ -245,6 +245,54 @@ def test_a_second_loss_for_another_optimizer_is_known(players: str) -> None:
     assert any(said) == (players != "one loss")
 
 
+@pytest.mark.parametrize(
+    ("how", "judged"), [("critic", True), ("frozen", False), ("own", False), ("beside", False), ("scaled", True)]
+)
+def test_a_loss_that_another_optimizers_net_answers_is_a_players(how: str, judged: bool) -> None:
+    """Watched alone: the critic learns, stands still, is in the same optimizer, or the loss has a term past it."""
+    torch.manual_seed(0)
+    made, critic = nn.Sequential(nn.Linear(D, C), nn.Tanh()), nn.Sequential(nn.Linear(C, 4), nn.ReLU(), nn.Linear(4, 1))
+    scale = nn.Parameter(torch.ones(C))
+    own = torch.optim.SGD([*made.parameters(), *(critic.parameters() if how == "own" else ())], 0.01)
+    other = torch.optim.SGD([scale] if how == "scaled" else critic.parameters(), 0.01)
+    with flowscope.watch(made, own, config={"console": "off"}) as scope:
+        for _ in range(4):
+            if how in ("critic", "beside", "scaled"):
+                other.zero_grad()
+                (critic(OTHER[:, :C]) * scale.sum()).mean().backward()
+                other.step()
+            own.zero_grad()
+            loss = -critic(made(X) * scale).mean() + (made(X).square().mean() if how == "beside" else 0)
+            loss.backward()
+            own.step()
+        last = scope.records[-1]
+    assert ("other_losses" in last) is judged
+    assert (last.labels("trained_through") == [""] if "trained_through" in last else False) is judged
+
+
+class Parts(nn.Module):
+    """A body with two heads, an actor and a critic: called by parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = net(8), nn.Linear(8, 1), nn.Linear(8, 1)
+        self.actor, self.other = net(C), net(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "several"),
+    [
+        (lambda m: functional.cross_entropy(m.actor(X), LABELS) + m.other(OTHER).square().mean(), True),
+        (lambda m: (m.actor(X) + m.other(OTHER).square()).mean(), False),  # one answer of two nets
+        (lambda m: m.one(m.body(X)).mean() + m.two(m.body(X)).square().mean(), False),  # two tasks
+        (lambda m: m.other(X).mean() + m.other(OTHER).mean(), False),
+        (lambda m: (m.body(X) @ net(8)(OTHER).detach().T).mean(), False),
+    ],
+)
+def test_a_sum_of_what_several_nets_cost_is_no_measure_of_one(loss: Loss, several: bool) -> None:
+    assert ("other_losses" in seen(Parts(), loss)[0]) is several
+
+
 def test_an_inner_gradient_is_no_loss() -> None:
     """torch.autograd.grad asks for a gradient; the loss is what backward is called on."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from watch_models import IN, OUT, B, D, Stack, T, close_to, data, loss_of, watched
 
 import flowscope
-from flowscope.instruments.outputs import ENTRIES, SAMPLES, output_of, variation, width_of
+from flowscope.instruments.outputs import ENTRIES, SAMPLES, outputs_of, variation, width_of
 
 
 def naive(*outputs: Tensor) -> float:
@@ -148,9 +148,38 @@ def test_large_outputs_are_sampled_evenly() -> None:
 
 def test_outputs_without_gradient_or_samples_are_none() -> None:
     held = torch.randn(4, 3, requires_grad=True)
-    assert output_of((torch.randn(4, 3), held.sum(), held)) is held
-    assert output_of(held[:1] * 2) is None
-    assert output_of({"a": [torch.arange(3), None, "x"]}) is None
+    assert outputs_of((torch.randn(4, 3), held.sum(), held)) == [held]
+    assert outputs_of(held[:1] * 2) == []
+    assert outputs_of({"a": [torch.arange(3), None, "x"]}) == []
+
+
+class Posterior(nn.Module):
+    """A model that returns its answer, one number a sample, and the mean and log-variance of a code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.spread = nn.Linear(IN, D), nn.Linear(D, 3), nn.Linear(D, 3)
+        self.kept: list[tuple[Tensor, ...]] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.body(x[:, 0])
+        self.kept.append((h, h.sum(1, keepdim=True), self.mean(h), self.spread(h).clamp(max=9)))
+        return self.kept[-1]
+
+
+def test_outputs_beside_the_first_have_their_deviation_under_the_module_that_made_them() -> None:
+    torch.manual_seed(6)
+    model = Posterior()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = watched(model, optimizer)
+    for x in (inputs(4), inputs(3, seed=1)):
+        answer, number, mean, spread = model(x)
+        (answer.sum() + number.sum() + mean.square().sum() + spread.sum()).backward()
+    optimizer.step()
+    record = scope.records[0]
+    means = [np.mean([x[n].detach().double().numpy().var(0).sum() for x in model.kept]) for n in (2, 3)]
+    close_to(record["further_deviation"], np.sqrt(means))
+    assert record.labels("further_deviation") == ["mean", "spread"]
 
 
 def test_nan_stays_nan() -> None:

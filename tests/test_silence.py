@@ -498,6 +498,29 @@ def test_gradients_set_to_none_but_for_the_last_bias_are_named_as_lost() -> None
     assert told(trained(only_the_last)) == [("no_gradient", "error", 9)]
 
 
+@pytest.mark.parametrize("until", [15, 99])
+def test_a_few_gradients_that_the_loop_takes_away_by_name_are_a_note(until: int) -> None:
+    """Prototypes are left alone for the first steps (SwAV)."""
+    count = 0
+
+    def first_left_alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        loss = functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if count <= until:
+            next(model.parameters()).grad = None
+        optimizer.step()
+        return loss.detach()
+
+    scope = trained(first_left_alone, steps=40)
+    assert told(scope) == []
+    (note,) = [a for a in scope.alerts if a.kind == "no_gradient" and "backward left there" in a.message][:1]
+    assert (note.severity, note.step) == ("info", 9)
+    assert ("param_waiting" in scope.records[-1]) == (until == 99)
+
+
 class Heads(nn.Module):
     """Heads of which the loss uses one in turn, all of them run or that one alone."""
 

@@ -27,6 +27,7 @@ from flowscope.detectors.connections import GateSaturation, MixingGain, StreamCo
 from flowscope.detectors.coverage import Coverage, Mute, Said
 from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detector, Finding, Level
 from flowscope.detectors.drawn import DrawnTogether
+from flowscope.detectors.faded import FadedOutputs
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
 from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
@@ -88,6 +89,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     LossSpike,
     GradientSpike,
     RepresentationCollapse,
+    FadedOutputs,
     RankCollapse,
     ConstantOutput,
     DrawnTogether,
@@ -136,9 +138,8 @@ class DetectorSet:
         self.faults = Faults()
         self._ledger = Ledger(config)
         self._progress = Progress()
-        self._levels = {detector.kind: detector.level for detector in self.detectors}
+        self._by_name = {detector.name: detector for detector in self.detectors}
         self.coverage = Coverage([detector.kind for detector in self.detectors], config.mute)
-        self._explained_by = {detector.kind: detector.explains for detector in self.detectors}
 
     @property
     def shown_by(self) -> dict[str, tuple[str, ...]]:
@@ -181,7 +182,7 @@ class DetectorSet:
             if "beyond" in levels:
                 findings = [self._explained(finding, detector, found) for finding in findings]
                 serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
-                found |= {Cause(finding.kind, finding.flow, finding.severity) for finding in serious}
+                found |= {Cause(detector.name, finding.kind, finding.flow, finding.severity) for finding in serious}
             if self._ledger.entries or not levels <= UNSEEN:  # else there is nothing to count
                 out += self._ledger.update(detector.name, findings, record.step)
             if of_numbers:
@@ -210,7 +211,12 @@ class DetectorSet:
     def _spoilt(self, found: set[Cause]) -> str:
         """The kind of a finding about numbers that stands, "" where there is none."""
         causes = (*found, *self._ledger.causes())
-        return next((cause.kind for cause in causes if self._levels.get(cause.kind) == NUMBERS), "")
+        return next((cause.kind for cause in causes if self._level(cause) == NUMBERS), "")
+
+    def _level(self, cause: Cause) -> Level:
+        """How early a cause is; one whose detector is not there any more explains nothing."""
+        owner = self._by_name.get(cause.owner)
+        return OUTCOME if owner is None else owner.level
 
     def _explained(self, finding: Finding, detector: Detector, found: set[Cause]) -> Finding:
         """The finding, or "unseen" in its place where an earlier cause explains it."""
@@ -229,11 +235,11 @@ class DetectorSet:
         Findings of any flow explain the whole model, and an error of the whole model explains every flow; a warning of
         the whole model explains a flow only where one of the two detectors names the other. An info explains nothing.
         """
-        error, level = cause.severity == "error", self._levels.get(cause.kind, OUTCOME)
-        named = cause.kind in detector.yields_to or detector.kind in self._explained_by.get(cause.kind, ())
+        error, owner = cause.severity == "error", self._by_name.get(cause.owner)
+        named = cause.kind in detector.yields_to or (owner is not None and detector.kind in owner.explains)
         if named or (error and cause.kind in detector.yields_to_errors):
             return flow is None or cause.flow in (flow, None)
-        if not level < detector.level == OUTCOME:
+        if not self._level(cause) < detector.level == OUTCOME:
             return False
         return flow is None or cause.flow == flow or (error and cause.flow is None)
 

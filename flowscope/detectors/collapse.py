@@ -302,8 +302,7 @@ class ConstantOutput(Limit):
     """
 
     kind, metric, below, row, level = "constant_output", "output_spread", "constant_output", "", OUTCOME
-    # a broadcast loss is told under the same kind
-    yields_to = frozenset({"representation_collapse", "rank_collapse", "constant_output"})
+    yields_to = frozenset({"representation_collapse", "rank_collapse"})
     symptom = "ever"
     shown_by = ("output_spread", "sample_cosine")
     records = "baseline_records"

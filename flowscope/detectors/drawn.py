@@ -29,6 +29,7 @@ class DrawnTogether(Detector):
 
     kind, level = "constant_output", OUTCOME
     yields_to = frozenset({"representation_collapse", "rank_collapse", "constant_output"})
+    explains = frozenset({"constant_output"})
     shown_by = ConstantOutput.shown_by
     advice = (
         "look for what keeps outputs of different samples apart: the sign of a margin, negatives, labels that belong "

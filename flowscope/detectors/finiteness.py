@@ -110,6 +110,7 @@ class NonFinite(Detector):
                 at = int(np.argmax(counts > 0))
                 yield "activation", view.point(at), f"the activation of {view.point(at)}", float(counts[at])
         if canary.get("loss", 0) > 0 or (record.loss is not None and not np.isfinite(record.loss)):
+            yield from _beside(record, header)
             yield "loss", "", "the loss (all activations seen are finite)", max(canary.get("loss", 0), 1.0)
         for view in reversed([*each_flow(record, header)]):
             counts = view.get("nonfinite_grad")
@@ -145,6 +146,16 @@ class NonFinite(Detector):
         if (tensor == "gradient" and "parameter" in words) or tensor == "step":
             message = f"the first non-finite tensor is {words} ({count:.0f} parameters alike), {steps}"
         return self.found(where, count, 0.0, message, advice=advice, certain=True)
+
+
+def _beside(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:
+    """What a block returned beside the hidden state, where the loss is bad and all hidden states are not."""
+    for view in each_flow(record, header):
+        counts = view.get("nonfinite_beside")
+        if counts is not None and bool((counts > 0).any()):
+            at = int(np.argmax(counts > 0))
+            words = f"what {view.point(at)} returns beside the hidden state (which is finite)"
+            yield "activation", view.point(at), words, float(counts[at])
 
 
 def _weights(record: Record, header: RunHeader, last_good: int | None) -> Iterator[tuple[str, str, str, float]]:

@@ -343,7 +343,7 @@ class StarvedPlayer(Detector):
         if names.size != norms.size:
             return
         for path in record.metric_labels.get("trained_through", ())[:MOST_NETS]:
-            held = norms[np.char.startswith(names, f"{path}.") & (norms >= 0)]
+            held = norms[np.char.startswith(names, f"{path}." if path else "") & (norms >= 0)]
             if held.size:
                 yield from said(self._judge(path, float(np.sqrt(np.square(held).sum()))))
 
@@ -357,8 +357,8 @@ class StarvedPlayer(Detector):
         if norm >= limit:
             return self.near(norm < limit * self.config.release_factor, cause=path)
         message = (
-            f"the gradient of {path}, which reaches it through another net only, has fallen from {start:.2g} to "
-            f"{norm:.2g} (limit {limit:.2g}): that net has won and teaches nothing"
+            f"the gradient of {path or 'the model'}, which reaches it through another net only, has fallen from "
+            f"{start:.2g} to {norm:.2g} (limit {limit:.2g}): that net has won and teaches nothing"
         )
         return self.found(path, norm, limit, message, cause=path, records=self.config.baseline_records)
 

@@ -29,6 +29,7 @@ class Held:
         gradient: [N] norms of the gradients that it used, NaN where there was none.
         left: [N] norms at the end of backward, NaN where not read.
         waiting: [N] steps of its optimizer that found no gradient in a parameter which never had one.
+        cleared: [N] which of those backward gave one that was gone when the optimizer stepped.
         called: [N] of those, 1 where its module has run, 0 where not, NaN where that is not known.
         still: [N] which the step left exactly as they were.
         rate: [N] learning rates, NaN where not known.
@@ -42,6 +43,7 @@ class Held:
     gradient: Array
     left: Array
     waiting: Array
+    cleared: Flags
     called: Array
     still: Flags
     rate: Array
@@ -83,6 +85,7 @@ def held_in(record: Record) -> Held | None:
         gradient,
         column("grad_norm_raw", np.nan),
         column("waiting", 0.0),
+        column("cleared", 0.0) == 1,
         column("called", np.nan),
         column("still", 0.0) == 1,
         column("lr", np.nan),

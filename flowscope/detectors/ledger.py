@@ -21,8 +21,9 @@ TOLD = ("kind", "severity", "where", "value", "limit", "message", "advice", "flo
 
 
 class Cause(NamedTuple):
-    """A finding, or a standing alert, that may explain others."""
+    """A finding, or a standing alert, that may explain others; `owner` is the name of its detector."""
 
+    owner: str
     kind: str
     flow: str | None
     severity: Severity
@@ -59,7 +60,7 @@ class Ledger:
         """What stands and may explain other findings: warnings and errors of all detectors except `but` (by name)."""
         for entry in self.entries.values():
             if entry.alert is not None and entry.owner != but and entry.alert.severity in SERIOUS:
-                yield Cause(entry.alert.kind, entry.alert.flow, entry.alert.severity)
+                yield Cause(entry.owner, entry.alert.kind, entry.alert.flow, entry.alert.severity)
 
     def update(self, owner: str, findings: Iterable[Finding], step: int) -> list[Alert]:
         """Enter all findings of one detector (by its name) at one step; return what is newly raised or resolved."""

@@ -124,6 +124,7 @@ class LossSpike(Detector):
         "told": {},
         "standing": "",
         "rivals": 0,
+        "judged": False,
         "optimizer": {},
     }
 
@@ -137,6 +138,7 @@ class LossSpike(Detector):
             yield self.unseen()
             return
         self.state["rivals"] = min(self.state["rivals"] + ("other_losses" in record.metrics), PLAYERS)
+        self.state["judged"] = "" in record.metric_labels.get("trained_through", ())
         restarted, strain = self._rate_rose(record), Strain(self.state["strain"])
         strain.look(record)
         last, first = self.state["last"], self.state["first"]
@@ -240,6 +242,8 @@ class LossSpike(Detector):
             "top": jump.value,
             "largest": self.state["largest"],
             "wait": STRAINED_WAIT if strained and not self._rivals else CALM_WAIT,
+            # in the units of a net that learns itself a loss may come to any height
+            "free": float(self.state["judged"] and strained is False),
         }
         self.state["after"].clear()
         self.state["after"].extend(losses.tolist()[-1 - jump.ago :])
@@ -258,7 +262,7 @@ class LossSpike(Detector):
         since, top, strained = int(waiting["since"]), waiting["top"], waiting["wait"] == STRAINED_WAIT
         self.state["waiting"] = {}
         stays = not back and (strained or now > level + PARTLY_BACK * height)
-        if stays and not (self._rivals and now < LOUD * waiting["largest"]):
+        if stays and not (self._rivals and (now < LOUD * waiting["largest"] or waiting.get("free"))):
             message = (
                 f"the loss rose from a level of {level:.3g} to {top:.3g} at step {since} and has not come back: "
                 f"{now:.3g} after {record.step - since} steps"

@@ -131,9 +131,7 @@ class LossPlateau(Detector):
     """
 
     kind, level = "loss_plateau", OUTCOME
-    yields_to = frozenset(
-        {"update_too_small", "representation_collapse", "rank_collapse", "constant_output", "loss_plateau"}
-    )
+    yields_to = frozenset({"update_too_small", "representation_collapse", "rank_collapse", "constant_output"})
     advice = (
         "look at what the loss compares: whether inputs and labels still belong together, whether the loss takes "
         "logits (no softmax before cross_entropy); then try a lower learning rate or larger batches"

@@ -103,6 +103,8 @@ class Unreached(Detector):
         never = unreached(held) & (held.waiting >= limit)
         if not never.any():
             return None
+        taken = bool(held.cleared[never].all())
+        never &= taken | ~held.cleared
         first, count = parameter_name(record, header, int(np.argmax(never))), int(never.sum())
         total, steps = int(held.held.sum()), int(held.waiting[never].min())
         message = (
@@ -113,14 +115,17 @@ class Unreached(Detector):
             f"look for .detach(), .data, torch.no_grad() or a rounding behind {module_of(first) or first}, or put its "
             "result into the loss; if it is meant to stay fixed, set requires_grad_(False) on it"
         )
-        if bool(held.lost[never].any()):
+        severity = part(count, total)
+        if taken and severity == "warning":
+            severity = "info"  # a few, by name: prototypes that are left alone at first
+        if taken or bool(held.lost[never].any()):
             message, advice = f"{message}: what backward left there was gone when the optimizer stepped", LOST
         return self.found(
             module_of(first) or first,
             count,
             total,
             message,
-            severity=part(count, total),
+            severity=severity,
             advice=advice,
             records=1,
             cause="never",

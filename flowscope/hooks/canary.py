@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
-from flowscope.sums import statistics
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.payload import local
-from flowscope.sums.statistics import is_host
+from flowscope.sums.statistics import nonfinite_sum
 
 
 class Canary:
@@ -26,7 +23,5 @@ class Canary:
         """Add the number of non-finite entries of x (None: it cannot be seen)."""
         if x is None:
             return
-        x = local(x.detach())
-        if is_host(x) and math.isfinite(abs(x.sum().item())):
-            return  # a finite sum has no infinite or NaN term; one that is not may only have overflowed
-        self.buffer.add(self.KINDS.index(kind), 0, statistics.nonfinite_count(x))
+        if (count := nonfinite_sum(local(x.detach()))) is not None:
+            self.buffer.add(self.KINDS.index(kind), 0, count)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
 from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.points import Deposits, PointMeasure
-from flowscope.model.hidden_state import AxisReader, hidden_input, hidden_output, is_compiling
+from flowscope.model.hidden_state import AxisReader, beside, hidden_input, hidden_output, is_compiling
 from flowscope.model.plan import Flow, display_path
 from flowscope.sums import statistics
 from flowscope.sums.buffer import DepositBuffer
@@ -136,16 +136,19 @@ class FlowObserver:
                 else self.calls.returned(index, x, (args, kwargs), with_grad=torch.is_grad_enabled())
             )
             if key is not None and x is not None:
-                self._observe(key, x, like, recomputing=called == RECOMPUTED)
+                self._observe(key, x, like, beside(output, x), recomputing=called == RECOMPUTED)
 
-    def _observe(self, key: PointKey, x: Tensor, like: Tensor | None, *, recomputing: bool) -> None:
+    def _observe(
+        self, key: PointKey, x: Tensor, like: Tensor | None, others: Sequence[Tensor], *, recomputing: bool
+    ) -> None:
         index = key[0]
         if not x.requires_grad:
             self.seen.pass_by(key, x, self._readers[index])
             return
         # in a recomputation the block's input is the point before
         before = like if recomputing and self.flow.entry is not None else None
-        seen = self.seen.look(key, x, self._readers[index], follows=not recomputing, before=before)
+        reader, follows = self._readers[index], not recomputing
+        seen = self.seen.look(key, x, reader, follows=follows, before=before, beside=others)
         if index == len(self.flow.outputs) - 1:
             self.canary.count("forward", x)
         self.calls.track(key, recomputing=recomputing)

@@ -37,6 +37,7 @@ class Point(NamedTuple):
         reader: which of its axes are which.
         follows: whether the point before it is the one that was measured last.
         before: else the hidden state that went into its block, where it is known.
+        beside: what else the module returned.
     """
 
     key: PointKey
@@ -44,6 +45,7 @@ class Point(NamedTuple):
     reader: AxisReader
     follows: bool = True
     before: Tensor | None = None
+    beside: Sequence[Tensor] = ()
 
 
 class FlowStep(NamedTuple):
@@ -250,14 +252,21 @@ class Deposits:
             measure.begin_pass()
 
     def look(
-        self, key: PointKey, x: Tensor, reader: AxisReader, *, follows: bool = True, before: Tensor | None = None
+        self,
+        key: PointKey,
+        x: Tensor,
+        reader: AxisReader,
+        *,
+        follows: bool = True,
+        before: Tensor | None = None,
+        beside: Sequence[Tensor] = (),
     ) -> list[Any]:
         """Measure a hidden state: what waits for its gradient."""
         x = x.detach()
         part = local(x)
         if part is not x and any(placement.is_shard() for placement in x.placements):  # type: ignore[attr-defined]
             self.sharded.add(key)
-        point = Point(key, part, reader, follows, before)
+        point = Point(key, part, reader, follows, before, beside)
         return [measure.look(point) for measure in self.measures]
 
     def pass_by(self, key: PointKey, x: Tensor, reader: AxisReader) -> None:

@@ -8,7 +8,7 @@ Axis letters: B samples, C classes, D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
+from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.plan import display_path
@@ -92,14 +93,16 @@ class Objective(Instrument):
         ),
         Metric(
             "other_losses",
-            "1 where a second loss ran through the model in this step, for another optimizer (GAN, actor-critic).",
+            "1 where the loss is none of one net alone: a second one ran through the model for another optimizer (GAN, "
+            "actor-critic), one is the sum of what several nets cost (PPO), or it is another optimizer's net's answer.",
             bounds=(0.0, 1.0),
             rows="model",
             drawn=False,
         ),
         Metric(
             "trained_through",
-            "1 for a net whose loss reaches it through another net only, as a generator's does through its critic.",
+            "1 for a net whose loss reaches it through another net only, as a generator's does through its critic, "
+            "watched or not.",
             bounds=(0.0, 1.0),
             rows="modules",
             drawn=False,
@@ -113,13 +116,15 @@ class Objective(Instrument):
         self._direct: frozenset[int] = frozenset()
         """The outputs that the loss of the pass under way is made of."""
         self._through: set[str] = set()
+        self._starts: dict[int, str] = {}
+        """Outputs that a part made of data alone, no other part before it: the part, by the output's number."""
         self._inside_loss = False
         """Whether the model returned a single number: the loss, or a part of it."""
         self._updated = self._arrived_here = self._rivals = self._inside = False
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what the root returns."""
-        self._switch, self._hooks = hooks.switch, hooks
+        self._hooks = hooks
         hooks.before(view.model, self.fuse, self._enter, hooks.switch)
         hooks.after(view.model, self.fuse, self._leave, hooks.switch, always=True)
         for path, part in parts_of(view.model):
@@ -134,11 +139,13 @@ class Objective(Instrument):
         self._after("", module, args, kwargs, output)
 
     def _after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if is_compiling() or self._inside or self._switch.paused:
+        if is_compiling() or self._inside or self._hooks.switch.paused:
             return
         # numbers, not nodes: a forward without backward must not live longer
         found = [x for x in floating_tensors(output) if x.grad_fn is not None]
         numbers = [sequence_number(x.grad_fn) for x in found[:OUTPUTS]]
+        if path and not any(x.requires_grad for x in floating_tensors((args, kwargs))):
+            self._starts.update(dict.fromkeys(numbers, path))
         for x, number in zip(found, numbers, strict=False):
             if not x.dim():
                 self._inside_loss = True
@@ -152,7 +159,7 @@ class Objective(Instrument):
 
     def _arrived(self, path: str, number: int, gradient: Tensor) -> None:
         del gradient
-        if self._switch.paused:
+        if self._hooks.switch.paused:
             return
         if self._pass != (under_way := backward_under_way()):
             self._pass, self._direct = under_way, frozenset()
@@ -165,13 +172,19 @@ class Objective(Instrument):
         roots = [root.grad_fn for root in begun_from() if root.grad_fn is not None]
         if not roots:
             return
-        second = self._updated and not self._switch.in_closure
+        second = self._updated and not self._hooks.switch.in_closure
         self._arrived_here = True
         self._rivals |= second
         if len(roots) == 1 and (second or self._seen is None):
-            graph = read_graph(roots[0], self._ends)
+            graph = read_graph(roots[0], self._ends, self._starts, self._theirs)
             self._direct, graph.inside = graph.ends, self._inside_loss
+            self._rivals |= graph.several or graph.judged
+            self._through |= {""} if graph.judged else set()
             self._seen = self._seen or graph
+
+    def _theirs(self) -> set[int]:
+        """The ids of what optimizers hold that are none of the model's."""
+        return set[int]().union(*map(held_by, self._hooks.turns.others))
 
     def before_update(self, *, updating: bool) -> None:
         """A loss that comes after this in the same step is another player's."""
@@ -194,7 +207,7 @@ class Objective(Instrument):
         self._seen = None
 
     def _forget(self) -> None:
-        self._ends, self._seen, self._through, self._inside_loss = {}, None, set(), False
+        self._ends, self._starts, self._seen, self._through, self._inside_loss = {}, {}, None, set(), False
         self._updated = self._arrived_here = False
 
     @staticmethod
@@ -242,6 +255,8 @@ class ObjectiveGraph:
         choices: C of each choice among classes.
         ends: the outputs that the loss is made of, by their nodes' numbers.
         inside: the model itself returned the loss, or a part of it.
+        several: it is a sum of numbers, each made from another net's answer.
+        judged: every way from the loss to the model leads past a parameter of another optimizer.
     """
 
     classes: float = float("nan")
@@ -251,17 +266,24 @@ class ObjectiveGraph:
     choices: list[int] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     inside: bool = False
+    several: bool = False
+    judged: bool = False
 
 
-def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
+def read_graph(
+    root: Any, ends: dict[int, int], starts: Mapping[int, str], theirs: Callable[[], set[int]]
+) -> ObjectiveGraph:
     """Walk from the loss to the model's outputs.
 
     Args:
         root: the loss's node.
         ends: the number of each output's node in this step -> the size of its last axis (1: one value a sample)
             none where the model returns nothing but the loss.
+        starts: the number of an output -> the part of the model that made it of data alone.
+        theirs: the ids of the parameters that optimizers of other models hold; asked where there are any.
     """
     out = ObjectiveGraph()
+    sides = Sides(starts, theirs)
     reached: dict[int, frozenset[int]] = {}
     by_direction = False
     for node, parents in _between(root, ends):
@@ -281,12 +303,65 @@ def read_graph(root: Any, ends: dict[int, int]) -> ObjectiveGraph:
             calls |= below
         by_direction |= "Norm" in name and any(ends[end] > 1 for end in calls)
         reached[id(node)] = calls
+        sides.pass_by(node, children, number if number in ends else None, reached)
+    out.several, out.judged = sides.several(root), bool(reached[id(root)]) and not sides.free(root)
     # each output against a fixed one, by their directions, and several of them in one loss
     out.ends = reached[id(root)]
     out.compares |= by_direction and len(out.ends) > 1
     if len(out.choices) == 1:
         out.classes = float(out.choices[0])
     return out
+
+
+class Sides:
+    """Whose answer a loss is: what comes together on its way from the outputs up.
+
+    Args:
+        starts, theirs: as in `read_graph`.
+    """
+
+    def __init__(self, starts: Mapping[int, str], theirs: Callable[[], set[int]]) -> None:
+        self._starts, self._theirs = starts, theirs
+        self._known: set[int] | None = None
+        self._nets: dict[int, frozenset[str]] = {}
+        """By node, the nets of their own below it."""
+        self._met = False
+        self._free: set[int] = set()
+        """The nodes that an output reaches past no foreign parameter."""
+        self._foreign: set[int] = set()
+        """Those that were computed with one."""
+
+    def pass_by(self, node: Any, children: list[Any], end: int | None, reached: Mapping[int, frozenset[int]]) -> None:
+        """The next node, behind all that it was made of; `end`: its number where it is an output of the model."""
+        below = [found for child in children if (found := self._nets.get(id(child)))]
+        own = [frozenset([self._starts[end]])] if end is not None and end in self._starts else []
+        nets = frozenset[str]().union(*below, *own)
+        self._met |= len(nets) > max(map(len, [*below, *own]), default=0) and len(output_shape(node)) > 1
+        self._nets[id(node)] = nets
+        if end is not None:
+            self._free.add(id(node))
+            return
+        if any(self._is_foreign(child, reached) for child in children):
+            self._foreign.add(id(node))
+        elif any(id(child) in self._free for child in children):
+            self._free.add(id(node))
+
+    def _is_foreign(self, child: Any, reached: Mapping[int, frozenset[int]]) -> bool:
+        """Whether a child is a foreign parameter, or was made of one and of no output."""
+        leaf = getattr(child, "variable", None)
+        if leaf is None:
+            return id(child) in self._foreign and not reached.get(id(child))
+        if self._known is None:
+            self._known = self._theirs()
+        return id(leaf) in self._known
+
+    def several(self, root: Any) -> bool:
+        """Whether several nets were summed up which met nowhere before each was a number (a sample)."""
+        return len(self._nets[id(root)]) > 1 and not self._met
+
+    def free(self, root: Any) -> bool:
+        """Whether an output reaches the loss past no foreign parameter."""
+        return id(root) in self._free
 
 
 def _between(root: Any, ends: dict[int, int]) -> Iterator[tuple[Any, list[Any]]]:

@@ -19,6 +19,8 @@ from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
+from flowscope.instruments.beside import METRICS as BESIDE
+from flowscope.instruments.beside import Beside
 from flowscope.instruments.cosines import METRICS as COSINES
 from flowscope.instruments.cosines import Cosines
 from flowscope.instruments.gradient_flow import METRICS as GRADIENT_FLOW
@@ -44,7 +46,7 @@ class PointFlows(Instrument):
     name = "flows"
     families = ("flow", "depth")
     counts_canary = True
-    metrics = (*GRADIENT_FLOW, *COSINES, *RANK, *WIDTHS)
+    metrics = (*GRADIENT_FLOW, *BESIDE, *COSINES, *RANK, *WIDTHS)
     buffer: DepositBuffer
 
     def __init__(self, config: WatchConfig) -> None:
@@ -62,7 +64,7 @@ class PointFlows(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the blocks of each flow."""
-        self._further, columns = placed(hooks.statistics, COLUMNS)
+        self._further, columns = placed(hooks.statistics, COLUMNS + Beside.columns)
         ends = [(first + statistic.columns, statistic.maxima) for statistic, first in self._further]
         self.buffer = DepositBuffer(columns, [column for end, maxima in ends for column in range(end - maxima, end)])
         self._view, self._hooks = view, hooks
@@ -85,7 +87,7 @@ class PointFlows(Instrument):
 
     def _measures(self, flow: Flow, hooks: Hooks, *, streams: bool) -> list[PointMeasure]:
         """What is measured at the points of a flow, in the order of the record."""
-        measures: list[PointMeasure] = [Norms(self.buffer, SQUARE)]
+        measures: list[PointMeasure] = [Norms(self.buffer, SQUARE), Beside(self.buffer, COLUMNS)]
         depth = "depth" in self._config.metrics and flow.kind in ("blocks", "stage", "chain", "concat") and not streams
         if depth:
             limit, first = self._config.positions, flow.entry is None

@@ -46,6 +46,11 @@ class Reach(Instrument):
             "Steps of its optimizer that found no gradient in the parameter, which never had one. 0: it has had one.",
             unit="count",
         ),
+        _parameter(
+            "param_cleared",
+            "1 where backward gave a gradient to a parameter in which the optimizer never found one: the loop takes it "
+            "away.",
+        ),
         _parameter("param_called", "1 where the module of a parameter that waits for its first gradient has run."),
         _model("gradient_facts", "What is known where no parameter has a gradient, or no optimizer has stepped."),
     )
@@ -59,6 +64,8 @@ class Reach(Instrument):
         self._of: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         """Those that an optimizer holds."""
         self._called: dict[int, Asked] = {}
+        self._given: dict[int, Asked] = {}
+        """Those that waited for a step: whether backward has given them a gradient."""
         self._eager = self._left = self._found = False
         self._backwards = (-1, np.nan)
         """The number of the last backward pass looked at, and how many there were since the look before."""
@@ -97,6 +104,21 @@ class Reach(Instrument):
                 del self._waiting[i]
             elif begins:
                 self._waiting[i] += 1
+                self._ask_backward(i, parameter)
+            self._release(self._given, i)
+
+    def _ask_backward(self, i: int, parameter: Tensor) -> None:
+        """Let backward tell when it gives a gradient to a parameter in which the optimizer found none."""
+        if i not in self._given and parameter.is_leaf:
+            self._given[i] = asked = Asked()
+            asked.handle = self._hooks.after_accumulation(parameter, self.fuse, asked.told)
+
+    def _release(self, all_asked: dict[int, Asked], i: int) -> None:
+        """Who has told is asked no more."""
+        asked = all_asked.get(i)
+        if asked is not None and asked.handle is not None and asked.ran:
+            self._hooks.remove(asked.handle)
+            asked.handle = None
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Where no parameter has a gradient, count the backward passes since the last look."""
@@ -118,13 +140,14 @@ class Reach(Instrument):
         if any(self._waiting.values()):
             self._ask_modules()
             names = [*self._parameters.names[: self._known]]
-            waiting, called = np.zeros(self._known), np.full(self._known, np.nan)
+            waiting, cleared, called = np.zeros(self._known), np.zeros(self._known), np.full(self._known, np.nan)
             for i, steps in self._waiting.items():
-                waiting[i] = steps
+                waiting[i], cleared[i] = steps, i in self._given and self._given[i].ran
                 # in compiled code a new hook never fires
                 asked = self._called.get(i)
                 called[i] = 1.0 if asked and asked.ran else 0.0 if asked and self._eager else np.nan
-            found |= {"param_waiting": (waiting, names), "param_called": (called, names)}
+            columns = {"param_waiting": waiting, "param_cleared": cleared, "param_called": called}
+            found |= {name: (values, names) for name, values in columns.items()}
         return Taken(self.name, [], partial(self._read, found), joined=partial(self._look, found))
 
     def _look(self, found: dict[str, tuple[Array, list[str]]], joined: Any = None) -> None:
@@ -145,10 +168,8 @@ class Reach(Instrument):
 
     def _ask_modules(self) -> None:
         """Let the modules of parameters that wait tell when they run; those that have told are asked no more."""
-        for asked in self._called.values():
-            if asked.handle is not None and asked.ran:
-                self._hooks.remove(asked.handle)
-                asked.handle = None
+        for i in self._called:
+            self._release(self._called, i)
         compiled = [path for path, module in self._tree.modules if is_compiled(module)]
         for i, steps in self._waiting.items():
             path = self._parameters.path(i)
@@ -169,12 +190,12 @@ class Reach(Instrument):
 
 
 class Asked:
-    """Whether a module has run since it was asked to tell."""
+    """Whether a module has run, or a gradient has come, since it was asked to tell."""
 
     def __init__(self) -> None:
         self.ran, self.handle = False, None
 
     def told(self, *args: Any) -> None:
-        """It runs. In compiled code a hook that came later may be traced, and does nothing there."""
+        """It did. In compiled code a hook that came later may be traced, and does nothing there."""
         if not is_compiling():
             self.ran = True

@@ -61,6 +61,11 @@ def hidden_output(output: Any, like: Tensor | None) -> Tensor | None:
     return next(chain(alike, with_gradient, found), None)
 
 
+def beside(output: Any, x: Tensor) -> list[Tensor]:
+    """What a block returned beside the hidden state `x`."""
+    return [] if output is x else [other for other in floating_tensors(output) if other is not x]
+
+
 @dataclass
 class AxisReader:
     """Where a module's hidden state keeps its features, from the widths of the layers inside the module."""

@@ -189,6 +189,13 @@ def nonfinite_count(x: Tensor) -> Tensor:
     return torch.count_nonzero(x - x).reshape(1)
 
 
+def nonfinite_sum(x: Tensor) -> Tensor | None:
+    """Return [1] the number of non-finite entries of x; None where x is on the host and holds none."""
+    if is_host(x) and math.isfinite(abs(x.sum().item())):
+        return None  # a finite sum has no infinite or NaN term; one that is not may only have overflowed
+    return nonfinite_count(x)
+
+
 def token_cosines(states: Tensor, norms: Tensor) -> Tensor:
     """Return [G] the mean cosine between two different tokens of each sequence; NaN where it has under two.
 
