@@ -32,6 +32,7 @@ from flowscope.faults import LOGGER
 from flowscope.ranks.groups import is_first_process
 from flowscope.records import SERIOUS, Alert, Event, Record, RunHeader
 from flowscope.sinks.jsonl import JsonlSink
+from flowscope.terminal import shown
 
 if TYPE_CHECKING:
     from flowscope.scope import Scope
@@ -94,7 +95,7 @@ class Log(Action):
     def act(self, alert: Alert) -> None:
         """Log."""
         level = logging.INFO if alert.state == "resolved" else logging.getLevelName(alert.severity.upper())
-        self._logger.log(level, "%s", alert)
+        self._logger.log(level, "%s", shown(str(alert)))
 
 
 class Stop(Action):

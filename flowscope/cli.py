@@ -33,6 +33,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.terminal import block, shown, tell
 
 REPLAYED = 100
 """So many records of an old run are judged again to say what its silence covers."""
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = command(arguments) or 0
         sys.stdout.flush()
     except FlowscopeError as error:
-        print(f"flowscope: {error}", file=sys.stderr)
+        tell(f"flowscope: {error}")
         return 2 if command is _diagnose else 1
     except BrokenPipeError:
         # the reader (head, a pager) has seen enough; nothing may be written at exit either
@@ -158,7 +159,7 @@ def _report(arguments: argparse.Namespace) -> None:
             raise FlowscopeError(f"{name}: no record yet, so there is nothing to draw; wait for the first step.")
     _tell_differences({name: run.header or RunHeader() for name, run in runs.items()})
     file = write_report(runs, arguments.output, title=arguments.title)
-    print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+    print(shown(f"{file} ({file.stat().st_size / 1e6:.1f} MB)"))
 
 
 def _tell_differences(headers: Mapping[str, RunHeader]) -> None:
@@ -173,24 +174,24 @@ def _tell_differences(headers: Mapping[str, RunHeader]) -> None:
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
-    from flowscope.detectors.replay import replay
-    from flowscope.diagnosis import diagnose
+    from flowscope.detectors.replay import replay, stride
+    from flowscope.diagnosis import diagnosis
     from flowscope.sinks.jsonl import encode_event
 
     run = _read(arguments.run)
     header = run.header or RunHeader()
     own = [_class_at(path) for path in arguments.detector]
     config = _limits(header.config, arguments.set, {detector.kind for detector in own})
-    alerts, detectors = replay(header, [*run.records, *run.unsampled], config, own)
+    records = [*run.records, *run.unsampled]
+    alerts, detectors = replay(header, records, config, own)
     if arguments.json:
         sys.stdout.writelines(encode_event(alert).decode() for alert in alerts)
     else:
         ends = (
             f"{len(run.records)} records, steps {run.records[0].step} to {run.records[-1].step}" if run.records else ""
         )
-        print(f"{arguments.run}: {ends or 'no record'}")
-        print(diagnose(alerts))
-        print(detectors.covered(header))
+        ends += f"; one of {nth} is judged" if (nth := stride(len(records))) > 1 else ""
+        print(block([f"{arguments.run}: {ends or 'no record'}", *diagnosis(alerts), detectors.covered(header)]))
     return int(any(alert.severity == "error" for alert in detectors.standing))
 
 
@@ -210,14 +211,15 @@ def _class_at(path: str) -> type[Detector]:
 
 
 def _limits(recorded: Mapping[str, Any], changes: Sequence[str], own: Collection[str] = ()) -> WatchConfig:
-    """The run's own configuration with some limits changed; what this version does not know is left out.
+    """The run's own configuration with some limits changed; what this version does not take is left out.
 
     So are limits of detectors that are not among `own`.
     """
-    config = {key: value for key, value in recorded.items() if key in WatchConfig.model_fields}
-    config["limits"] = {kind: limit for kind, limit in recorded.get("limits", {}).items() if kind in own}
+    config = {key: value for key, value in recorded.items() if _is_taken(key, value)}
+    known = make_config(config)
+    config["limits"] = {kind: limit for kind, limit in known.limits.items() if kind in own}
     kinds = {*own, *(detector.kind for detector in DETECTORS)}
-    config["mute"] = [pattern for pattern in recorded.get("mute", ()) if not Mute([pattern]).unknown(kinds)]
+    config["mute"] = [pattern for pattern in known.mute if not Mute([pattern]).unknown(kinds)]
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
@@ -226,6 +228,15 @@ def _limits(recorded: Mapping[str, Any], changes: Sequence[str], own: Collection
             )
         config[name] = value
     return make_config(config)
+
+
+def _is_taken(key: str, value: Any) -> bool:
+    """Whether a setting of a run is one of this version."""
+    try:
+        make_config({key: value})
+    except FlowscopeError:
+        return False
+    return True
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -242,7 +253,7 @@ def _run(arguments: argparse.Namespace) -> int:
         log_dir = Path(arguments.log_dir) if arguments.log_dir else Path("runs") / name
         run_script(arguments.script, log_dir.absolute(), module=arguments.module, options=options)
     except FlowscopeError as error:
-        print(f"flowscope: {error}", file=sys.stderr)
+        tell(f"flowscope: {error}")
         return 2
     return 0
 
@@ -258,7 +269,7 @@ def _check(arguments: argparse.Namespace) -> int:
         options = options_of(arguments.steps, arguments.only, arguments.skip, json=arguments.json)
         check_script(arguments.script, options, module=arguments.module)
     except FlowscopeError as error:
-        print(f"flowscope: {error}", file=sys.stderr)
+        tell(f"flowscope: {error}")
         return 2
 
 
@@ -304,7 +315,7 @@ def _read(path: str) -> Run:
             "flowscope.watch(model, log_dir=...) writes."
         )
     if run.skipped_lines:
-        print(f"flowscope: {path}: {run.skipped_lines} unreadable line(s) left out.", file=sys.stderr)
+        tell(f"flowscope: {path}: {run.skipped_lines} unreadable line(s) left out.")
     return run
 
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flowscope.records import SERIOUS, Alert
+from flowscope.records import SERIOUS, Alert, Severity
+from flowscope.terminal import block
 
 SHOWN = 4
 """How many incidents a story names."""
+LISTED = 50
+"""How many alerts a diagnosis tells in a line of their own."""
+RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+"""The most serious first."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +101,44 @@ def follows(alert: Alert, standing: Sequence[Alert]) -> str:
 
 
 def diagnose(alerts: Iterable[Alert]) -> str:
+    """The diagnosis of a run as text for a terminal: the lines of `diagnosis`."""
+    return block(diagnosis(alerts))
+
+
+def diagnosis(alerts: Iterable[Alert]) -> list[str]:
     """The diagnosis of a run in a few lines: the story, its first standing alert in full, the rest folded below it.
 
-    What followed is most often mended with what came first, so its advice is left out.
+    What followed is most often mended with what came first, so its advice is left out. Of many alerts the most serious
+    are told, at most `LISTED` of each kind of line.
     """
     found = incidents(alerts)
     standing = [incident for incident in found if incident.resolved is None]
     over = len(found) - len(standing)
     if not standing:
-        return "no alert stands" + (f" ({over} resolved)" if over else "")
+        return ["no alert stands" + (f" ({over} resolved)" if over else "")]
     told = story(incident.alert for incident in found)
     lines = [f"diagnosis: {told}"] if told else []
     chain = events(incident.alert for incident in standing)
     lines += [str(chain[0].alert)] if chain else []
-    lines += [f"  then {one}: {one.alert.message}" for one in chain[1:]]
-    lines += [str(one.alert) for one in standing if all(one.alert is not told.alert for told in chain)]
+    lines += _listed([f"  then {one}: {one.alert.message}" for one in most_serious(chain[1:], LISTED)], len(chain) - 1)
+    linked = {id(one.alert) for one in chain}
+    beside = [one for one in standing if id(one.alert) not in linked]
+    lines += _listed([str(one.alert) for one in most_serious(beside, LISTED)], len(beside))
     if told and len(chain) > 1:
         lines.append(f"begin with {chain[0]}: {chain[0].alert.advice}")
-    return "\n".join(lines + ([f"({over} more were raised and resolved)"] if over else []))
+    return lines + ([f"({over} more were raised and resolved)"] if over else [])
+
+
+def most_serious(found: Sequence[Incident], count: int) -> list[Incident]:
+    """At most so many incidents in their order: what stands before what is resolved, then the most serious, the first.
+
+    Args:
+        found: in the order of a story.
+        count: how many.
+    """
+    ranked = sorted(range(len(found)), key=lambda at: (found[at].resolved is not None, RANK[found[at].alert.severity]))
+    return [found[at] for at in sorted(ranked[:count])]
+
+
+def _listed(lines: list[str], of: int) -> list[str]:
+    return lines + ([f"  ... and {of - len(lines)} more"] if of > len(lines) else [])

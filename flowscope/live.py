@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, TextIO
 from flowscope.errors import FlowscopeError
 from flowscope.records import Event, Record, RunHeader
 from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
-from flowscope.sinks.jsonl import UNREADABLE, decode_event, file_of
 from flowscope.sinks.memory import MemorySink
+from flowscope.sinks.reading import UNREADABLE, Lines, decode_event, file_of
 from flowscope.summary import summarize
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 POLL_SECONDS = 1.0
-CHUNK = 1 << 24
+AT_ONCE = 1000
+"""Events between two looks at what is shown."""
 
 
 def follow(
@@ -45,29 +46,26 @@ def follow(
         FlowscopeError: there is no such file, or it went away.
     """
     file = file_of(path)
-    position, header = 0, None
+    lines, header = Lines(), None
     while True:
+        events: list[Event] = []
         try:
-            with file.open("rb") as lines:
-                if os.fstat(lines.fileno()).st_size < position:
-                    position, header = 0, None
-                lines.seek(position)
-                fresh = lines.read(CHUNK)
+            with file.open("rb") as opened:
+                if os.fstat(opened.fileno()).st_size < lines.position:
+                    lines, header = Lines(), None
+                for line in lines.fresh(opened):
+                    with suppress(*UNREADABLE):
+                        event = decode_event(line, header)
+                        header = event if isinstance(event, RunHeader) else header
+                        if not (isinstance(event, Record) and "unsampled" in event.flags):
+                            events.append(event)
+                    if len(events) == AT_ONCE:
+                        yield events
+                        events = []
         except OSError as error:
             raise FlowscopeError(f"{os.fspath(path)}: cannot be read ({error.strerror}).") from None
-        # what follows the last newline is still being written
-        whole = fresh[: fresh.rfind(b"\n") + 1]
-        position += len(whole)
-        events: list[Event] = []
-        for line in whole.splitlines():
-            with suppress(*UNREADABLE):
-                event = decode_event(line, header)
-                header = event if isinstance(event, RunHeader) else header
-                if not (isinstance(event, Record) and "unsampled" in event.flags):
-                    events.append(event)
         yield events
-        if len(fresh) < CHUNK:
-            sleep(seconds)
+        sleep(seconds)
 
 
 def show(batches: Iterable[list[Event]], stream: TextIO) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flowscope.errors import FlowscopeError
+from flowscope.validation import as_far_as_it_fits
 
 Scale = Literal["log", "linear"]
 Shape = Literal["profile", "matrix", "stack"]
@@ -22,6 +23,8 @@ Ranks = Literal["sum", "first", "whole"]
 
 VIEWS = ("Gradient", "Depth", "Attention", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
 _CHOICES = {"scale": get_args(Scale), "shape": get_args(Shape), "rows": get_args(Rows), "ranks": get_args(Ranks)}
+AXES: dict[Shape, int] = {"profile": 1, "matrix": 2, "stack": 3}
+"""Of an array in a record."""
 _BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 
 
@@ -111,11 +114,9 @@ class Metric:
         """Rebuild a metric from `to_json`; what this version does not know of is left out.
 
         Raises:
-            KeyError: the name is missing.
+            ValueError: it is no JSON object or has no name.
         """
-        known = known_fields(cls, data)
-        known = {name: value for name, value in known.items() if value in _CHOICES.get(name, (value,))}
-        return cls(**{"name": data["name"], "words": "", **known})
+        return as_far_as_it_fits(cls, {"words": "", **data} if isinstance(data, Mapping) else data)
 
 
 def told_fields(described: Any) -> dict[str, Any]:
@@ -123,12 +124,6 @@ def told_fields(described: Any) -> dict[str, Any]:
     values = ((field, getattr(described, field.name)) for field in fields(described))
     told = {field.name: value for field, value in values if value != field.default}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
-
-
-def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `told_fields`: what a dataclass knows of a JSON object, lists as tuples; the rest is left out."""
-    known = {field.name: data[field.name] for field in fields(kind) if field.name in data}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
-from flowscope.metrics import Metric, known_fields, spec_of, told_fields
+from flowscope.metrics import AXES, Metric, described, spec_of, told_fields
+from flowscope.validation import Step, as_far_as_it_fits, checked
 
 Array = NDArray[np.float64]
 Severity = Literal["info", "warning", "error"]
@@ -93,14 +95,30 @@ class RunHeader:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunHeader:
-        """Rebuild a header from `to_json`."""
-        known = known_fields(cls, data)
-        flows = ({"name": flow["name"], **known_fields(FlowLayout, flow)} for flow in known.get("flows", ()))
-        known["flows"] = tuple(FlowLayout(**flow) for flow in flows)
-        known["metrics"] = {metric["name"]: Metric.from_json(metric) for metric in known.get("metrics", ())}
-        for name in ("labels", "shown_by"):
-            known[name] = {key: tuple(value) for key, value in known.get(name, {}).items()}
-        return cls(**known)
+        """Rebuild a header from `to_json`; entries and metrics that cannot be read are left out.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError("a header is a JSON object")
+        metrics: dict[str, Metric] = {}
+        for told in data.get("metrics") or ():
+            with suppress(ValueError):
+                metric = Metric.from_json(told)
+                metrics[metric.name] = metric
+        return as_far_as_it_fits(cls, {**data, "metrics": metrics})
+
+
+@dataclass(frozen=True)
+class _RecordLine:
+    """What a file may say of a record, before its numbers are arrays."""
+
+    step: Step
+    loss: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -139,8 +157,9 @@ class Record:
         return True
 
     def labels(self, metric: str, flow: str | None = None) -> list[str]:
-        """The module (or parameter) paths of the entries of `record[metric]`."""
-        return list(self.metric_labels.get(self._resolve(metric, flow), ()))
+        """The module (or parameter) paths of the entries of `record[metric]`, one each; numbers where unknown."""
+        key = self._resolve(metric, flow)
+        return list(row_names(self.metric_labels.get(key, ()), len(self.metrics[key])))
 
     def spec(self, key: str) -> Metric:
         """What the metric behind a key of `metrics` means and how it is drawn."""
@@ -176,18 +195,17 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], header: RunHeader | None = None) -> Record:
-        """Rebuild a record; `header` brings the labels and flow names."""
-        loss = data.get("loss")
-        return cls(
-            int(data["step"]),
-            None if loss is None else float(loss),
-            {key: _array(value) for key, value in data.get("metrics", {}).items()},
-            tuple(data.get("flags", ())),
-            tuple(data.get("notes", ())),
-            tuple(f.name for f in header.flows) if header else (),
-            header.labels if header else {},
-            header.metrics if header else {},
-        )
+        """Rebuild a record; `header` brings the labels and flow names.
+
+        Raises:
+            ValueError, TypeError, OverflowError: it is none, or a metric is no array of numbers with the axes it should
+                have.
+        """
+        line, header = checked(_RecordLine, data), header or RunHeader()
+        known = described(header.metrics)
+        metrics = {key: _array(value, known.get(key.partition("@")[0])) for key, value in line.metrics.items()}
+        names = tuple(flow.name for flow in header.flows)
+        return cls(line.step, line.loss, metrics, line.flags, line.notes, names, header.labels, header.metrics)
 
 
 @dataclass
@@ -197,13 +215,13 @@ class Alert:
     kind: str
     severity: Severity
     where: str
-    step: int
+    step: Step
     value: float
     limit: float
     message: str
     advice: str
     state: Literal["raised", "resolved"] = "raised"
-    since: int | None = None
+    since: Step | None = None
     flow: str | None = None
 
     def __str__(self) -> str:
@@ -219,10 +237,14 @@ class Alert:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Alert:
-        """Rebuild an alert from `to_json`."""
-        known = known_fields(cls, data)
-        known |= {name: float(_array(known.get(name))) for name in ("value", "limit")}
-        return cls(**known)
+        """Rebuild an alert from `to_json`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        # NaN is null in JSON
+        numbers = {name: data[name] for name in ("value", "limit") if data.get(name) is not None}
+        return checked(cls, {**data, "value": math.nan, "limit": math.nan, **numbers})
 
 
 Event = RunHeader | Record | Alert
@@ -285,6 +307,14 @@ def strict_json(value: Any, digits: int = 7) -> Any:
     return strict_json(value.item(), digits) if hasattr(value, "item") else str(value)
 
 
-def _array(value: Any) -> Array:
-    # object -> float64 turns None into NaN and the strings "inf"/"-inf" into infinities, at any nesting
-    return np.asarray(value, dtype=object).astype(np.float64)
+def row_names(labels: Sequence[str], rows: int) -> Sequence[str]:
+    """The labels, where there is one a row; else numbers: a file cut short or a changed model has other rows."""
+    return labels if len(labels) == rows else [f"row {row}" for row in range(rows)]
+
+
+def _array(value: Any, spec: Metric | None) -> Array:
+    # None becomes NaN and the strings "inf" and "-inf" infinities, at any nesting
+    array = np.atleast_1d(np.asarray(value, dtype=np.float64))
+    if array.ndim not in ((1, 2, 3) if spec is None else (AXES[spec.shape],)):
+        raise ValueError(f"a metric has {array.ndim} axes")
+    return array

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from flowscope.detectors.coverage import Coverage
-from flowscope.diagnosis import diagnose
-from flowscope.records import Alert, Record, RunHeader, few, metric_key
+from flowscope.diagnosis import diagnosis
+from flowscope.records import Alert, Record, RunHeader, few, metric_key, row_names
 from flowscope.sinks.console import sparkline
+from flowscope.terminal import block
 
 NEVER_RAN = "never called (module.forward(x) instead of module(x), a fused path, or unused)"
 NO_GRADIENT = "never got a gradient"
@@ -21,8 +22,10 @@ def summarize(
 ) -> str:
     """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, failed parts."""
     if not records:
-        told = [f"  {line}" for line in diagnose(alerts).splitlines()] if alerts else []
-        return "\n".join([f"flowscope: no record yet.\n{plan}", *told, *_switched_off(failed), _covered(header)])
+        told = [f"  {line}" for line in diagnosis(alerts)] if alerts else []
+        return block(
+            ["flowscope: no record yet.", *str(plan).split("\n"), *told, *_switched_off(failed), _covered(header)]
+        )
     last = records[-1]
     loss = "" if last.loss is None else f", loss {last.loss:.4g}"
     lines = [f"flowscope: {len(records)} records, last at step {last.step}{loss}"]
@@ -30,11 +33,12 @@ def summarize(
         key = metric_key("gradient_product", None if number == 0 else flow.name)
         product = next((r.metrics[key] for r in reversed(records) if key in r.metrics), None)
         if product is not None:
-            lines.append(f"  {flow.name} ({flow.kind}, {len(flow.points)} points): {_profile(product, flow.points)}")
-    lines += [f"  {line}" for line in diagnose(alerts).splitlines()]
+            points = row_names(flow.points, len(product))
+            lines.append(f"  {flow.name} ({flow.kind}, {len(points)} points): {_profile(product, points)}")
+    lines += [f"  {line}" for line in diagnosis(alerts)]
     for words, names in ((NEVER_RAN, _never_ran(header, records)), (NO_GRADIENT, _without_gradient(records))):
         lines += [f"  {words}: {few(names)}"] * bool(names)
-    return "\n".join([*lines, *_switched_off(failed), _covered(header)])
+    return block([*lines, *_switched_off(failed), _covered(header)])
 
 
 def _switched_off(failed: Mapping[str, str]) -> list[str]:
@@ -57,16 +61,22 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
     names: list[str] = []
     for number, flow in enumerate(header.flows):
         keys = [metric_key(m, None if number == 0 else flow.name) for m in ("forward_calls", "backward_calls")]
-        held = [np.sum([r.metrics[key] for key in keys], 0) for r in records if all(key in r.metrics for key in keys)]
-        held = [calls for calls in held if len(calls) == len(flow.points)]
-        if held:
-            names += [point for point, calls in zip(flow.points, np.sum(held, axis=0), strict=True) if calls == 0]
+        calls = [r.metrics[key] for r in records for key in keys if {*keys} <= r.metrics.keys()]
+        calls = [of_record for of_record in calls if of_record.shape == (len(flow.points),)]
+        if calls:
+            names += [point for point, ran in zip(flow.points, np.any(calls, axis=0), strict=True) if not ran]
     return names
 
 
 def _without_gradient(records: Sequence[Record]) -> list[str]:
-    held = [r for r in records if {"param_grad_norm", "param_trainable"} <= {*r.metrics}]
+    """Trainable parameters of the last record that has any: those without a gradient in all records that name them."""
+    held = [record for record in records if {"param_grad_norm", "param_trainable"} <= record.metrics.keys()]
     if not held:
         return []
-    never = np.all([np.isnan(r["param_grad_norm"]) & (r["param_trainable"] == 1) for r in held], axis=0)
-    return [name for name, missing in zip(held[-1].labels("param_grad_norm"), never, strict=True) if missing]
+    arrived = {name for record in held for name in _named(record, ~np.isnan(record["param_grad_norm"]))}
+    return [name for name in _named(held[-1], held[-1]["param_trainable"] == 1) if name not in arrived]
+
+
+def _named(record: Record, rows: np.ndarray[Any, Any]) -> list[str]:
+    """The parameters of these rows: parameters that join a run give it records of other length."""
+    return [name for name, wanted in zip(record.labels("param_grad_norm"), rows, strict=False) if wanted]

@@ -19,7 +19,7 @@ from flowscope import cli
 from flowscope.errors import FlowscopeError
 from flowscope.live import LiveView, follow, show
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader
-from flowscope.sinks import JsonlSink
+from flowscope.sinks import JsonlSink, reading
 from flowscope.sinks.jsonl import FILE_NAME, encode_event
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +71,20 @@ def test_summary(tmp_path: Path) -> None:
         "  b (blocks, 3 points): gradient product ▁▅█ least 1e-05 at b.0:input",
         f"  {ALERT}",
     ]
+
+
+def test_summary_of_a_run_that_gained_a_parameter(tmp_path: Path) -> None:
+    missing, early, late = np.nan, {"param_trainable": np.ones(2)}, {"param_trainable": np.ones(3)}
+    names, joined = ("first", "second"), ("new", "first", "second")
+    sink = JsonlSink(tmp_path)
+    sink.write(RunHeader("0.1", labels={"param_grad_norm": names}))
+    sink.write(Record(0, 1.0, {"param_grad_norm": np.array([1.0, missing]), **early}))
+    sink.write(RunHeader("0.1", labels={"param_grad_norm": joined}))
+    sink.write(Record(1, 1.0, {"param_grad_norm": np.array([missing, missing, missing]), **late}))
+    sink.close()
+    done = run("summary", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "never got a gradient: new, second" in done.stdout
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
@@ -261,6 +275,20 @@ def test_follow_gives_what_is_added_by_whole_lines(tmp_path: Path) -> None:
     assert collect(file, lambda: file.write_bytes(encode_event(events()[0]))) == again
     with pytest.raises(FlowscopeError, match="cannot be read"):
         collect(file, file.unlink)
+
+
+def test_a_line_that_never_ends_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_run(tmp_path) / FILE_NAME
+    line = encode_event(Record(15, 1.5))
+    monkeypatch.setattr(reading, "LONGEST", max(map(len, map(encode_event, events()))))
+
+    def append(data: bytes) -> object:
+        return lambda: file.write_bytes(file.read_bytes() + data)
+
+    long = b"x" * reading.LONGEST
+    first = ["RunHeader", "Record 0", "Record 5", "Record 10", "Alert 10"]
+    # each look comes to an end and waits, and what follows the line is seen
+    assert collect(tmp_path, append(long), append(long + b"y"), append(b"\n" + line)) == [first, [], [], ["Record 15"]]
 
 
 def test_records_that_are_followed_carry_their_labels(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from detector_records import play, record, slope
 from torch import nn
 
 import flowscope
+from flowscope.cli import main
 from flowscope.config import WatchConfig
 from flowscope.detectors import Detector, DetectorSet, Finding
+from flowscope.detectors import replay as judging
 from flowscope.detectors.replay import replay
-from flowscope.diagnosis import diagnose, follows, incidents, story
+from flowscope.diagnosis import LISTED, diagnose, follows, incidents, story
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import read_run
+from flowscope.sinks.jsonl import encode_event
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +69,38 @@ def test_diagnosis_text() -> None:
     assert lines[0].startswith("diagnosis: first: token_collapse")
     assert lines[1:3] == [str(FIRST), "  then loss_plateau at blocks.30 (step 29): it is so"]
     assert lines[3] == "begin with token_collapse at blocks.40 (step 4): mend token_collapse"
+
+
+def test_of_very_many_alerts_the_most_serious_are_told() -> None:
+    notes = [alert(f"note{number}", number, severity="info") for number in range(5000)]
+    error = alert("non_finite", 4000, severity="error")
+    lines = diagnose([*notes[:4000], error, *notes[4000:]]).splitlines()
+    assert "  then non_finite at blocks.4000 (step 4000): it is so" in lines
+    # infos up to its step may have caused it: the first is told in full; those after it stand beside
+    assert f"  ... and {4000 + 1 - LISTED} more" in lines
+    assert f"  ... and {999 - LISTED} more" in lines
+    assert len(lines) == 2 + (LISTED + 1) + (LISTED + 1) + 1
+
+
+class Counts(Detector):
+    kind = "counts"
+
+    def findings(self, record: Record, header: RunHeader) -> list[Finding]:
+        self.state.setdefault("steps", []).append(record.step)
+        return []
+
+
+def test_of_very_many_records_each_nth_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(judging, "JUDGED", 5)
+    own = Counts()
+    replay(RunHeader(), [Record(step) for step in range(12, -1, -1)], WatchConfig(), [own])
+    assert own.state["steps"] == [0, 3, 6, 9, 12]
+    assert [judging.stride(count) for count in (0, 1, 5, 6, 10, 11)] == [1, 1, 1, 2, 2, 3]
+    (tmp_path / "flowscope.jsonl").write_bytes(b"".join(encode_event(Record(step)) for step in range(13)))
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "13 records, steps 0 to 12; one of 3 is judged" in capsys.readouterr().out
 
 
 class Block(nn.Module):

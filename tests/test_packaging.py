@@ -23,8 +23,9 @@ THIRD_PARTIES = (
     "prometheus_client",
 )
 
-ANY = {"numpy", "pydantic", "scipy"}
-WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version")
+ANY = {"numpy", "pydantic", "pydantic_core", "scipy"}
+READING = ("validation", "terminal")
+WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version", *READING)
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.sums", "flowscope.hooks"}
@@ -34,14 +35,19 @@ COMPARING = {"flowscope.parting", "flowscope.model.plan", "flowscope.sinks", "fl
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),
     ("flowscope.faults", {"flowscope.errors"}),
-    ("flowscope.diagnosis", {"flowscope.records"}),
+    ("flowscope.terminal", set()),
+    ("flowscope.validation", {"pydantic"}),
+    ("flowscope.diagnosis", {"flowscope.records", "flowscope.terminal"}),
     ("flowscope._version", set()),
     ("flowscope.schedule", {"flowscope.errors"}),
-    ("flowscope.metrics", {"flowscope.errors"}),
+    ("flowscope.metrics", {"flowscope.errors", "flowscope.validation"}),
     ("flowscope.steps.phase", set()),
     ("flowscope.specs", {"flowscope.metrics"}),
     # the notebook's view is imported where a notebook asks for it
-    ("flowscope.records", ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook"}),
+    (
+        "flowscope.records",
+        ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook", "flowscope.validation"},
+    ),
     ("flowscope.config", ANY | {"flowscope.errors"}),
     ("flowscope.sums.statistics", {"torch", "numpy"}),
     ("flowscope.sums", ANY | PLAIN | TORCH | {"flowscope.sums"}),

@@ -14,10 +14,11 @@ from panels_run import ENCODER, EVIL, HEADER, STEPS, alerts, product, record, wr
 from flowscope.errors import FlowscopeError
 from flowscope.instruments import METRICS
 from flowscope.metrics import VIEWS, spec_of, told_by_0_1
-from flowscope.records import Alert, Record, RunHeader
+from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import Run, read_run
 from flowscope.views import assets, overview, report, series
 from flowscope.views.report import write_report
+from flowscope.views.room import Room
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = float("nan")
@@ -279,6 +280,72 @@ def test_after_a_change_of_layout_old_rows_do_not_get_new_names() -> None:
     assert series["values"] == [[1, 2], [1.5, 2.5]]
     assert [row[0] for row in series["rows"]] == ["b.0", "b.1"]
     assert series["dropped"] == 1
+
+
+def test_of_very_many_alerts_the_most_serious_are_shown(tmp_path: Path) -> None:
+    count = 3000
+
+    def raised(number: int, severity: str, state: str = "raised", step: int | None = None) -> Alert:
+        at = number if step is None else step
+        return Alert(f"k{number}", severity, f"w{number}", at, 1.0, 2.0, "m" * 900, "a", state)  # type: ignore[arg-type]
+
+    told = [raised(number, "info") for number in range(count)]
+    told[1000] = raised(1000, "error")
+    told += [raised(2000, "info", "resolved", count + 1), raised(count + 2, "warning")]
+    run = Run(RunHeader("0.1", (), {"gain": ("a",)}), [Record(0, 1.0, {"gain": np.ones(1)})], told)
+    page = write_report(run, tmp_path / "r.html")
+    assert page.stat().st_size < report.MOST_BYTES
+    (data,) = embedded(page.read_text())["runs"]
+    kinds = [alert["kind"] for alert in data["alerts"]]
+    assert len(kinds) == Room().alerts
+    assert kinds == [*(f"k{number}" for number in range(398)), "k1000", f"k{count + 2}"]
+    assert data["verdict"]["severity"] == "error"
+    assert data["verdict"]["text"] == f"k1000 at w1000 since step 1000 (+{count - 1} more)"
+    assert f"400 of {count + 1} alerts are shown, the first and most important." in data["notices"]
+
+
+@pytest.mark.parametrize("rows", [(700, 700), (3, 900, 900)])
+def test_of_a_large_matrix_some_rows_are_shown(tmp_path: Path, rows: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).random(rows)
+    names = tuple(f"b.{row}" for row in range(rows[0]))
+    records = [Record(step, 1.0, {"own": values + step}) for step in range(3)]
+    page = write_report(Run(RunHeader("0.1", (), {"own": names}), records, []), tmp_path / "r.html")
+    assert page.stat().st_size < report.MOST_BYTES
+    (shown,) = embedded(page.read_text())["series"]["run"]["own"]["records"]
+    assert shown["step"] == 2
+    matrix, whole = (shown["matrix"], values + 2) if len(rows) == 2 else (shown["stack"][1], values[1] + 2)
+    side = len(matrix)
+    assert 2 < side < rows[-1]
+    assert len(matrix[0]) == side
+    # the first, the last and each value was measured
+    np.testing.assert_allclose(
+        [matrix[0][0], matrix[0][-1], matrix[-1][0], matrix[-1][-1]],
+        [whole[0, 0], whole[0, -1], whole[-1, 0], whole[-1, -1]],
+        rtol=1e-4,
+    )
+    assert shown["of"] == rows[0]
+    if len(rows) == 2:
+        assert (shown["labels"][0], shown["labels"][-1], len(shown["labels"])) == (names[0], names[-1], side)
+
+
+def test_very_many_metrics_flows_and_long_words_find_room(tmp_path: Path) -> None:
+    flows = tuple(FlowLayout(f"f{n}", "blocks", ("a", "b"), ("a",)) for n in range(5000))
+    labels = {f"m{n}": (f"row {n} " + "x" * 500,) for n in range(4000)}
+    header = RunHeader("0.1", flows, labels, {"long": "y" * 10**7}, {"python": "z" * 10**7})
+    records = [Record(0, 1.0, {key: np.ones(1) for key in labels}, notes=("n" * 10**7,))]
+    told = [Alert("k", "error", "w", 0, 1.0, 2.0, "m" * 10**7, "a" * 10**7)]
+    page = write_report(Run(header, records, told), tmp_path / "r.html")
+    assert page.stat().st_size < report.MOST_BYTES
+    (data,) = embedded(page.read_text())["runs"]
+    assert data["metrics"][0]["key"] == "m0"
+    assert any(notice.endswith("metrics are shown, the first and most important.") for notice in data["notices"])
+
+
+def test_the_nearest_record_of_any_step() -> None:
+    made = series.make_series("gain", [(0, [1.0]), (2**62, [2.0]), (2**63 - 1, [3.0])], ["a"])
+    assert series.record_payload(made, -(10**30), log=False)["values"] == [1.0]
+    assert series.record_payload(made, 2**62 + 5, log=False)["values"] == [2.0]
+    assert series.record_payload(made, 10**30, log=False)["values"] == [3.0]
 
 
 def test_a_long_and_deep_run_stays_under_five_megabytes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flowscope
 from flowscope.records import Alert
-from flowscope.sinks.jsonl import read_run
+from flowscope.sinks import read_run
 
 QUIET = {"console": "off"}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]

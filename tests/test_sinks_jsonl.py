@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from heapq import heappush
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
-from flowscope.sinks import JsonlSink, read_run
+from flowscope.sinks import JsonlSink, read_run, reading
 from flowscope.sinks.jsonl import FILE_NAME, encode_event
 
 POINTS = ("embed", "layers.0", "layers.1", "layers.2")
@@ -128,7 +130,7 @@ def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     foreign = [
         b"hello", b"[1, 2]", b'"type"', b"{}", b'{"type": "other"}', b'{"type": "record"}', b'{"type": "alert"}', b"17",
         b'{"type": "record", "step": "x"}', b'{"type": "record", "step": 1, "metrics": [1]}', b"\xff\xfe\x00",
-        b'{"type": "record", "step": 1, "metrics": {"gain": ["much"]}}', b'{"type": "run", "flows": [1]}',
+        b'{"type": "record", "step": 1, "metrics": {"gain": ["much"]}}', b'["run"]',
         b'{"type": "record", "step": Infinity}', b"[" * 100_000,
     ]  # fmt: skip
     file = tmp_path / FILE_NAME
@@ -136,6 +138,103 @@ def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = read_run(file)
     assert run.skipped_lines == len(foreign)
     assert [r.step for r in run.records] == [4]
+
+
+def test_a_header_is_read_as_far_as_it_can_be(tmp_path: Path) -> None:
+    told = json.loads(encode_event(make_header()))
+    told |= {
+        "flows": [1],
+        "config": "every",
+        "environment": [1],
+        "metrics": [{"words": "no name"}, 5, {"name": "gain"}],
+    }
+    (tmp_path / FILE_NAME).write_bytes(json.dumps(told).encode() + b"\n" + encode_event(make_record(4)))
+    run = read_run(tmp_path)
+    assert run.header is not None
+    assert (run.header.flows, run.header.config, run.header.environment) == ((), {}, {})
+    assert [*run.header.metrics] == ["gain"]
+    assert run.header.labels == make_header().labels
+    assert run.records[0].labels("gain") == [*make_header().labels["gain"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"step": 2**63 - 1}, True),
+        ({"step": 2**63}, False),
+        ({"step": -1}, False),
+        ({"step": None}, False),
+        ({"loss": "nan"}, True),
+        ({"loss": [1.0]}, False),
+        ({"loss": 10**400}, False),
+        ({"flags": "skipped"}, False),
+        ({"notes": [1]}, False),
+        ({"metrics": None}, False),
+        ({"metrics": {"gain": 0.5}}, True),
+        ({"metrics": {"gain": [[0.5, 1.0]]}}, False),
+        ({"metrics": {"cosine_matrix": [0.5, 1.0]}}, False),
+        ({"metrics": {"own": [[[0.5]]]}}, True),
+        ({"metrics": {"own": [[[[0.5]]]]}}, False),
+        ({"metrics": {"own": [[1], [1, 2]]}}, False),
+        ({"metrics": {"own": [10**400]}}, False),
+        ({"metrics": {"own": {"a": 1}}}, False),
+        ({"metrics": {"own": []}}, True),
+    ],
+)
+def test_a_record_is_read_where_it_is_one(tmp_path: Path, changes: dict[str, Any], read: bool) -> None:
+    told = {"type": "record", "step": 4, "loss": 0.5, "flags": [], "notes": [], "metrics": {"gain": [0.5, 1.0]}}
+    (tmp_path / FILE_NAME).write_text(json.dumps(told | changes))
+    run = read_run(tmp_path)
+    assert (len(run.records), run.skipped_lines) == (read, not read)
+    assert all(len(r.labels(key)) == len(r[key]) for r in run.records for key in r.metrics)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"value": None, "limit": "inf"}, True),
+        ({"value": [1]}, False),
+        ({"severity": "fatal"}, False),
+        ({"state": 3}, False),
+        ({"where": None}, False),
+        ({"message": ["m"]}, False),
+        ({"since": -3}, False),
+        ({"step": 1e30}, False),
+        ({"flow": 3}, False),
+        ({"invented_later": 3}, True),
+    ],
+)
+def test_an_alert_is_read_where_it_is_one(tmp_path: Path, changes: dict[str, Any], read: bool) -> None:
+    told = json.loads(encode_event(make_alert(3))) | changes
+    (tmp_path / FILE_NAME).write_text(json.dumps(told))
+    run = read_run(tmp_path)
+    assert (len(run.alerts), run.skipped_lines) == (read, not read)
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = encode_event(make_record(4)), encode_event(make_record(7))
+    longest = max(len(first), len(second))
+    monkeypatch.setattr(reading, "LONGEST", longest)
+    file = tmp_path / FILE_NAME
+    long = b"x" * longest
+    for between in (long + b"\n", long + b"y\n", long * 3 + b"z\n"):
+        file.write_bytes(first + between + second + long * 2)
+        run = read_run(file)
+        assert [record.step for record in run.records] == [4, 7]
+        assert run.skipped_lines == 2
+    file.write_bytes(first + b"x" * (longest - 1) + b"\n" + second)  # as long as may be: no record, but a line
+    assert [record.step for record in read_run(file).records] == [4, 7]
+
+
+def test_headers_between_all_records_cost_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alert is taken up once, however often the processes changed."""
+    pushed: list[object] = []
+    monkeypatch.setattr(reading, "heappush", lambda heap, item: (pushed.append(item), heappush(heap, item)))
+    events = [event for step in range(50) for event in (make_header(), make_record(step), make_alert(step))]
+    write(tmp_path, *events)
+    run = read_run(tmp_path)
+    assert (len(run.records), len(run.alerts), run.superseded) == (50, 50, 0)
+    assert len(pushed) == 50 + 49  # the last alert is older than no header
 
 
 def test_a_resumed_process_takes_over_at_its_first_step(tmp_path: Path) -> None:

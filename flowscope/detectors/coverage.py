@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -181,11 +181,9 @@ class Coverage:
         told = standing | {found.kind for found in self.yielded}
         for key, values in self.profiles.items():
             name, flow = split_key(key)
-            limits: list[Any] = (
-                [header.config.get(field) for field in header.metrics[name].limits] if name in header.metrics else []
-            )
+            limits = _limits(header, name)
             spoken = any(name in metrics for kind, metrics in header.shown_by.items() if kind in told)
-            if spoken or None in limits or not limits or not np.isfinite(values).any():
+            if spoken or not limits or not np.isfinite(values).any():
                 continue
             for row, limit, word in (
                 (int(np.nanargmin(values)), min(limits), "below"),
@@ -204,6 +202,13 @@ class Coverage:
             yield f"not judged, as their numbers were not seen: {_few(unseen)}"
         if absent:
             yield f"not judged, as this run has no such numbers: {_few(absent)}"
+
+
+def _limits(header: RunHeader, name: str) -> list[float]:
+    """The limits that a metric is drawn with, from the run's configuration; empty unless all of them are numbers."""
+    fields = header.metrics[name].limits if name in header.metrics else ()
+    given: list[Any] = [header.config.get(field) for field in fields]
+    return [float(limit) for limit in given] if all(isinstance(limit, int | float) for limit in given) else []
 
 
 def _label(header: RunHeader, key: str, row: int) -> str:

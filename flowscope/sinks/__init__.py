@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flowscope.records import Event, Run
 from flowscope.sinks.console import ConsoleSink, depth_profile_text, sparkline
-from flowscope.sinks.jsonl import JsonlSink, read_run
+from flowscope.sinks.jsonl import JsonlSink
 from flowscope.sinks.memory import MemorySink
+from flowscope.sinks.reading import read_run
 
 if TYPE_CHECKING:
     from flowscope.sinks.tensorboard import TensorBoardSink

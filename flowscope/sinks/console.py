@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
 from flowscope.sinks.binning import bin_means, extent, log10
+from flowscope.terminal import block, shown
 
 WIDTH = 40
 ROWS = 14
@@ -78,7 +79,7 @@ class ConsoleSink:
             encoding = getattr(stream, "encoding", None) or "ascii"
             line = line.encode(encoding, "replace").decode(encoding)
         # a message or a path of two lines would break the promise of one
-        line = line.replace("\r", " ").replace("\n", " ")
+        line = shown(line.replace("\r", " ").replace("\n", " "))
         return _coloured(line, _style(event), stream) if terminal else line
 
 
@@ -224,7 +225,7 @@ def depth_profile_text(
     for row, depth in enumerate(shown):
         cells = (_cell(float(column[row]), log, low, high, ascii_only) for column in columns.values())
         lines.append(f"{depth:>5}  " + "".join(f"{cell:<{width}}" for cell in cells))
-    return "\n".join(line.rstrip() for line in lines)
+    return block(line.rstrip() for line in lines)
 
 
 def _profile(name: str, record: Record, metric: str) -> NDArray[np.float64]:

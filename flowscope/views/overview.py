@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flowscope.diagnosis import paired, story
+from flowscope.diagnosis import RANK, Incident, most_serious, paired, story
 from flowscope.metrics import Metric, spec_of, told_by_0_1
 from flowscope.records import Alert, Array, RunHeader, metric_key, split_key
+from flowscope.views.room import Room
 from flowscope.views.series import strict
 
-_RANK = {"error": 3, "warning": 2, "info": 1}
 DRAWN_BY = ("view", "scale", "shape", "band", "bounds", "fitted", "limits", "per_flow", "opens")
 SHOWN = ("formula", "unit", "source")
 """What of a metric's spec the browser draws by, and what it shows."""
@@ -50,27 +50,35 @@ class RunView:
     differs: Sequence[str] = ()
 
 
-def overview_payload(runs: Sequence[RunView]) -> dict[str, Any]:
+def overview_payload(runs: Sequence[RunView], room: Room | None = None) -> dict[str, Any]:
     """What the browser starts from: the runs with their flows, metrics, alerts and the verdict on each."""
-    return {"runs": [_run_payload(run) for run in runs]}
+    return {"runs": [_run_payload(run, room or Room()) for run in runs]}
 
 
-def _run_payload(run: RunView) -> dict[str, Any]:
+def _run_payload(run: RunView, room: Room) -> dict[str, Any]:
     header = run.header
-    spans = alert_spans(run)
+    found = paired(run.alerts)
+    told = most_serious(found, room.alerts)
+    standing = sum(incident.resolved is None for incident in found)
+    spans = spans_of(run, told)
     flows = flows_of(run)
     first = flows[0]["name"] if flows else ""
     specs = header.metrics if header else {}
+    keys = list(run.labels)[: room.keys]
     return {
         "name": run.name,
         "last_step": run.last_step,
-        "flows": flows,
-        "metrics": [present(spec_of(key, specs), key, len(labels), first) for key, labels in run.labels.items()],
+        "flows": flows[: room.keys],
+        "metrics": [present(spec_of(key, specs), key, len(run.labels[key]), first) for key in keys],
         "alerts": spans,
         "loss": {"steps": [step for step, _ in run.loss], "values": strict([value for _, value in run.loss])},
-        "verdict": verdict(run, spans),
+        "verdict": verdict(run, spans, standing),
         "facts": facts(run),
-        "notices": run.notices,
+        "notices": [
+            *run.notices,
+            *_left_out("alerts", len(told), len(found)),
+            *_left_out("metrics", len(keys), len(run.labels)),
+        ],
         "differs": list(run.differs),
         "config": strict(header.config) if header else {},
         "environment": strict(header.environment) if header else {},
@@ -98,11 +106,20 @@ def flows_of(run: RunView) -> list[dict[str, Any]]:
     return [{"name": flow or "network", "kind": "unknown", "points": points[flow]} for flow in names]
 
 
+def _left_out(what: str, shown: int, of: int) -> list[str]:
+    return [f"{shown} of {of} {what} are shown, the first and most important."] if shown < of else []
+
+
 def alert_spans(run: RunView) -> list[dict[str, Any]]:
+    """The spans of all alerts."""
+    return spans_of(run, paired(run.alerts))
+
+
+def spans_of(run: RunView, incidents: Sequence[Incident]) -> list[dict[str, Any]]:
     """Each raised alert with the step at which it was resolved (None: it stands), and the metric and row to look at."""
     spans: list[dict[str, Any]] = []
     extremes = run.header.extremes if run.header and run.header.shown_by else told_by_0_1()["extremes"]
-    for incident in paired(run.alerts):
+    for incident in incidents:
         alert = incident.alert
         data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
         key, row = place(run, alert)
@@ -136,8 +153,13 @@ def _row(labels: Sequence[str], where: str) -> int | None:
     return next(iter(inside), next(reversed(around), None))
 
 
-def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def verdict(run: RunView, spans: Sequence[Mapping[str, Any]], of: int = 0) -> dict[str, str]:
     """The state of the run in a few words.
+
+    Args:
+        run: the run.
+        spans: its alerts, or the most serious of them.
+        of: how many stand in all, where these are some.
 
     Returns:
         `severity` ("none" without records, "ok", or the worst that stands) and `text`; where an alert stands also its
@@ -150,9 +172,10 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     first = {"story": f"{told[0].upper()}{told[1:]}."} if told else {}
     if not standing:
         return {"severity": "ok", "text": "no alert stands" if spans else "no alert", **first}
-    worst = max(standing, key=lambda span: _RANK.get(span["severity"], 0))
+    worst = min(standing, key=lambda span: RANK[span["severity"]])
+    of = max(of, len(standing))
     at = f" at {worst['where']}" if worst["where"] else ""
-    more = f" (+{len(standing) - 1} more)" if len(standing) > 1 else ""
+    more = f" (+{of - 1} more)" if of > 1 else ""
     text = f"{worst['kind']}{at} since step {worst['step']}{more}"
     said = {"message": worst["message"], "advice": worst["advice"]}
     return {"severity": worst["severity"], "text": text, **said, **first}

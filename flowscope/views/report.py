@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flowscope.parting.differences import differences
 from flowscope.records import Run, RunHeader, split_key
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
+from flowscope.views.room import Room
 from flowscope.views.series import (
     COLUMNS,
     ROWS,
@@ -29,8 +31,7 @@ from flowscope.views.series import (
     to_json,
 )
 
-CELLS = 360_000
-"""Numbers in a report, about 8 bytes each; beyond, steps and rows are thinned out."""
+MOST_BYTES = 5_000_000
 MATRIX_RECORDS = 12
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
@@ -80,15 +81,9 @@ def write_report(
         named = {f"run {i + 1}": run for i, run in enumerate(runs)} if isinstance(runs, Sequence) else {"run": runs}
     if not named:
         raise FlowscopeError("write_report(runs, ...): got no run; expected one, or a dict name -> run.")
-    heading = title or f"flowscope: {', '.join(named)}"
-    page = _PAGE.format(
-        title=html.escape(heading),
-        policy=_POLICY,
-        style=assets.read("style.css"),
-        # `<` cannot stand in JSON outside strings, and inside them \\u003c is the same character
-        data=to_json(report_payload(named, heading)).replace("<", "\\u003c"),
-        script=assets.joined("report.js"),
-    )
+    heading, room = title or f"flowscope: {', '.join(named)}", Room()
+    while len(page := _page(named, heading, room)) > MOST_BYTES and room != room.smaller():
+        room = room.smaller()
     file = Path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,19 +95,38 @@ def write_report(
     return file
 
 
-def report_payload(runs: Mapping[str, Run], title: str) -> dict[str, Any]:
+def _page(runs: Mapping[str, Run], title: str, room: Room) -> str:
+    return _PAGE.format(
+        title=html.escape(title),
+        policy=_POLICY,
+        style=assets.read("style.css"),
+        # `<` cannot stand in JSON outside strings, and inside them \\u003c is the same character
+        data=to_json(room.cut(report_payload(runs, title, room))).replace("<", "\\u003c"),
+        script=assets.joined("report.js"),
+    )
+
+
+def report_payload(runs: Mapping[str, Run], title: str, room: Room | None = None) -> dict[str, Any]:
     """Everything the report's script reads: the tab's overview, and for each run and key what the tab would ask for."""
+    room = room or Room()
     series = {name: _all_series(run) for name, run in runs.items()}
     first = next(iter(runs.values())).header or RunHeader()
     views = [
         replace(_view(name, run, series[name]), differs=differences(first, run.header or RunHeader()))
         for name, run in runs.items()
     ]
+    series = {name: dict(islice(found.items(), room.keys)) for name, found in series.items()}
     profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
-    columns, rows = _fit(profiles)
-    keep = {name: [alert.step for alert in run.alerts] for name, run in runs.items()}
-    data = {n: {key: _embed(s, keep[n], columns, rows) for key, s in found.items()} for n, found in series.items()}
-    return {"title": title, **overview_payload(views), "series": data}
+    columns, rows = _fit(profiles, room)
+    keep = {name: [alert.step for alert in run.alerts[: room.alerts]] for name, run in runs.items()}
+
+    def embed(name: str, one: Series) -> dict[str, Any]:
+        if one.values.ndim == 2:
+            return heat_payload(one, one.log, keep[name], columns, rows)
+        return _matrices(one, room)
+
+    data = {name: {key: embed(name, one) for key, one in found.items()} for name, found in series.items()}
+    return {"title": title, **overview_payload(views, room), "series": data}
 
 
 def _all_series(run: Run) -> dict[str, Series]:
@@ -152,19 +166,20 @@ def _view(name: str, run: Run, series: Mapping[str, Series]) -> RunView:
     )
 
 
-def _fit(profiles: Iterable[Series]) -> tuple[int, int]:
-    """Columns and rows that keep all profiles within `CELLS` numbers."""
+def _fit(profiles: Iterable[Series], room: Room) -> tuple[int, int]:
+    """Columns and rows that keep all profiles within the cells there is room for."""
     shapes = [s.values.shape for s in profiles]
     columns, rows = COLUMNS, ROWS * 2
-    while sum(min(n, columns) * min(r, rows) for n, r in shapes) > CELLS and columns * rows > 64:
+    while sum(min(n, columns) * min(r, rows) for n, r in shapes) > room.cells and columns * rows > 64:
         columns, rows = (columns * 3 // 4, rows) if columns > rows else (columns, rows * 3 // 4)
     return columns, rows
 
 
-def _embed(series: Series, keep: Sequence[int], columns: int, rows: int) -> dict[str, Any]:
-    if series.values.ndim == 2:
-        return heat_payload(series, series.log, keep, columns, rows)
-    cells = max(1, int(np.prod(series.values.shape[1:])))
-    limit = max(1, min(MATRIX_RECORDS, CELLS // 8 // cells))
+def _matrices(series: Series, room: Room) -> dict[str, Any]:
+    """As many records as there is room for, of one matrix at least: there with fewer rows."""
+    most = room.cells // 8
+    side = min(room.side, max(2, int(most**0.5)))
+    cells = max(1, int(np.prod([min(size, side) for size in series.values.shape[1:]])))
+    limit = max(1, min(MATRIX_RECORDS, most // cells))
     chosen = thin_steps(series.steps, limit) if limit > 1 else np.asarray([len(series.steps) - 1])
-    return {"records": [record_payload(series, int(step), series.log) for step in series.steps[chosen]]}
+    return {"records": [record_payload(series, int(step), series.log, side) for step in series.steps[chosen]]}

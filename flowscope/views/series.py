@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.records import Array, strict_json
+from flowscope.records import Array, row_names, strict_json
 
 COLUMNS = 320
 ROWS = 200
 PROFILE_ROWS = 2048
 MATRICES = 64
+SIDE = 512
+"""Rows and columns of a matrix that a page gets."""
 DIGITS = 5
 """Significant ones of the numbers that the browser gets."""
 
@@ -58,7 +60,7 @@ def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[st
     arrays = {step: np.atleast_1d(np.asarray(by_step[step], dtype=np.float64)) for step in sorted(by_step)}
     last = arrays[max(arrays)].shape
     fits = {step: array for step, array in arrays.items() if array.shape == last}
-    names = tuple(labels) if len(labels) == last[0] else tuple(f"row {i}" for i in range(last[0]))
+    names = tuple(row_names(labels, last[0]))
     steps, values = np.asarray([*fits], dtype=np.int64), np.stack([*fits.values()])
     return Series(key, steps, values, names, len(arrays) - len(fits), log)
 
@@ -134,25 +136,37 @@ def heat_payload(
     }
 
 
-def record_payload(series: Series, step: int, log: bool) -> dict[str, Any]:
-    """The record nearest to `step`: a profile with `rows` as in `heat_payload`, or `matrix`, or `stack` of matrices."""
-    at = int(np.abs(series.steps - step).argmin())
+def record_payload(series: Series, step: int, log: bool, side: int = SIDE) -> dict[str, Any]:
+    """The record nearest to `step`: a profile with `rows` as in `heat_payload`, or `matrix`, or `stack` of matrices.
+
+    Of a matrix with more than `side` rows or columns so many are chosen, evenly; `of` is how many there are.
+    """
+    # steps are 64 bit integers whose differences need not be; as floats they do not wrap around
+    at = int(np.abs(series.steps.astype(np.float64) - float(step)).argmin())
     array = series.values[at]
     payload: dict[str, Any] = {"key": series.key, "step": int(series.steps[at])}
     if array.ndim == 1:
         cells, edges = group_rows(array[None], PROFILE_ROWS, log)
         return {**payload, "values": strict(cells[0].tolist()), "rows": _groups(series.labels, edges)}
     if array.ndim == 2:
-        return {**payload, "matrix": strict(array.tolist()), "labels": list(series.labels)}
+        rows, columns = (_evenly(size, side) for size in array.shape)
+        labels = [series.labels[row] for row in rows]
+        return {**payload, "matrix": strict(array[np.ix_(rows, columns)].tolist()), "labels": labels, "of": len(array)}
     if array.ndim != 3:
         raise ValueError(f"it has {array.ndim} axes a record; expected 1, 2 or 3")
-    chosen = thin_steps(np.arange(len(array)), MATRICES)
+    chosen, rows, columns = (
+        _evenly(size, most) for size, most in zip(array.shape, (MATRICES, side, side), strict=True)
+    )
     return {
         **payload,
-        "stack": strict(array[chosen].tolist()),
+        "stack": strict(array[np.ix_(chosen, rows, columns)].tolist()),
         "labels": [series.labels[i] for i in chosen],
         "of": len(array),
     }
+
+
+def _evenly(size: int, most: int) -> NDArray[np.int64]:
+    return thin_steps(np.arange(size), most)
 
 
 def _groups(labels: Sequence[str], edges: NDArray[np.int64]) -> list[list[Any]]:

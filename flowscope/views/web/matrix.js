@@ -40,10 +40,11 @@ export function matrixFigures(records, bounds, { scale: kind = "linear", per_flo
 function matrixFigure(title, record, scale, byHead) {
   const numbers = record.matrix.map((row) => row.map(decode));
   const name = (i) => record.labels[i] ?? `row ${i}`;
+  const part = record.of > numbers.length ? ` (${numbers.length} of ${record.of} rows)` : "";
   return el(
     "figure",
     { class: "matrix" },
-    el("figcaption", {}, `${title}, step ${record.step}`),
+    el("figcaption", {}, `${title}, step ${record.step}${part}`),
     square(numbers, scale, (row, column) => (byHead ? `${name(row)}, head ${column}` : `${name(row)} and ${name(column)}`)),
     el("small", {}, `${name(0)} on top${byHead ? ", head 0" : " and"} on the left, ${name(numbers.length - 1)} at the other end`),
   );
