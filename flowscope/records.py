@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import AXES, Metric, described, spec_of, told_fields
-from flowscope.validation import Step, as_far_as_it_fits, checked
+from flowscope.validation import Step, as_far_as_it_fits, checked, fitting
 
 Array = NDArray[np.float64]
 Severity = Literal["info", "warning", "error"]
@@ -55,6 +55,27 @@ class FlowLayout:
 
 
 @dataclass(frozen=True)
+class _Group:
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    groups: tuple[_Group, ...] = ()
+
+
+@dataclass(frozen=True)
+class _SetUp:
+    """What `RunHeader.setup` must look like where it is read by key; its other entries are compared as they are."""
+
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    optimizers: tuple[_Optimizer, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunHeader:
     """Written once at the head of a run (and again when the layout changes): what its metrics and their rows are.
 
@@ -82,7 +103,7 @@ class RunHeader:
     shown_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     extremes: Mapping[str, str] = field(default_factory=dict)
     coverage: str = ""
-    setup: Mapping[str, Any] = field(default_factory=dict)
+    setup: Annotated[Mapping[str, Any], fitting(_SetUp)] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""

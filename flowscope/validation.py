@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
@@ -25,8 +25,19 @@ def checked(kind: type[T], data: Any) -> T:
     Raises:
         ValueError: an entry is missing or of another type.
     """
-    made: T = _adapter(kind).validate_python(data)
+    known: Any = kind  # mypy takes no type[T] for hashable
+    made: T = _adapter(known).validate_python(data)
     return made
+
+
+def fitting(kind: type[Any]) -> AfterValidator:
+    """For `Annotated`: a JSON object that stays as it is, but must be one of which `kind` could be made."""
+
+    def check(data: Any) -> Any:
+        checked(kind, data)
+        return data
+
+    return AfterValidator(check)
 
 
 def as_far_as_it_fits(kind: type[T], data: Any) -> T:

@@ -158,6 +158,23 @@ def test_a_header_is_read_as_far_as_it_can_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, True),
+        ({"invented_later": [1]}, True),
+        ({"parameters": {"w": "shape"}}, False),
+        ({"optimizers": [{"class": "SGD", "groups": [{"lr": 1}]}]}, False),
+        ({"weights": [1]}, False),
+        ({"seeds": None}, False),
+    ],
+)
+def test_a_setup_is_kept_where_it_is_one(changes: dict[str, Any], kept: bool) -> None:
+    setup = {"parameters": {"w": [2, 3]}, "optimizers": [{"class": "SGD", "groups": [{"parameters": ["w"], "lr": 1}]}]}
+    told = {**setup, "weights": {"w": 2**35}, "seeds": {"torch": 3}, **changes}
+    assert RunHeader.from_json({"type": "run", "setup": told}).setup == (told if kept else {})
+
+
+@pytest.mark.parametrize(
     ("changes", "read"),
     [
         ({"step": 2**63 - 1}, True),
