@@ -263,6 +263,8 @@ class Alert:
         Raises:
             ValueError: it is none.
         """
+        if not isinstance(data, Mapping):
+            raise ValueError("an alert is a JSON object")
         # NaN is null in JSON
         numbers = {name: data[name] for name in ("value", "limit") if data.get(name) is not None}
         return checked(cls, {**data, "value": math.nan, "limit": math.nan, **numbers})

@@ -22,7 +22,7 @@ from werkzeug.test import Client
 
 from flowscope.records import Alert, Record, RunHeader
 from flowscope.sinks import TensorBoardSink, protobufs
-from flowscope.views import assets
+from flowscope.views import assets, overview
 from flowscope.views.plugin import SAMPLES, FlowLoader
 
 WITHOUT_TORCH = """
@@ -108,7 +108,7 @@ def test_what_is_not_there_is_explained(server: str) -> None:
         assert reason in answer["error"]
         assert "Traceback" not in answer["error"]
     status, _, answer = get(server, "record", run="a", key="cosine", step="x")
-    assert (status, answer["error"]) == (404, "step is 'x'; expected a whole number")
+    assert (status, answer["error"]) == (404, "step is 'x'; expected a whole number of at most 19 digits")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,76 @@ def test_a_run_whose_bytes_are_garbage_does_not_hide_the_others(tmp_path: Path) 
     assert runs["bad"]["last_step"] < 15
 
 
+def gain(**content: Any) -> Any:
+    return protobufs.profile("flowscope/gain", np.arange(3.0), {"labels": ["x", "y", "z"], "version": 1, **content})
+
+
+def shape_and_bytes_disagree() -> Any:
+    value = gain()
+    value.tensor.tensor_content = b"123"
+    return value
+
+
+def of_no_known_type() -> Any:
+    value = gain()
+    value.tensor.dtype = 24
+    return value
+
+
+@pytest.mark.parametrize(
+    ("damaged", "notice"),
+    [
+        (lambda: protobufs.strings("flowscope/header", ["[" * 5000], {"version": 1}), "header cannot be read"),
+        (lambda: protobufs.profile("flowscope/header", np.ones(2), {"version": 1}), "header cannot be read"),
+        (lambda: protobufs.profile("flowscope/alerts", np.ones(3), {"version": 1}), "3 alerts cannot be read"),
+        (shape_and_bytes_disagree, ""),
+        (of_no_known_type, ""),
+        (lambda: gain(labels=5, version=[1]), "format None"),
+        (lambda: gain(labels=["x", None, {}]), ""),
+        (lambda: protobufs.profile("flowscope/gradient_product", np.ones((2, 2, 2)), {"version": 1}), ""),
+        (lambda: protobufs.profile("flow/loss", np.ones((2, 2)), {"version": 1}), ""),
+    ],
+)
+def test_a_damaged_run_hides_no_other(tmp_path: Path, damaged: Any, notice: str) -> None:
+    write_run(tmp_path / "good")
+    before = client(tmp_path)("overview")["runs"]
+    intact = protobufs.profile("flowscope/cosine", np.ones(3), {"labels": ["x", "y", "z"], "version": 1})
+    write_values(tmp_path / "bad", intact, damaged())
+    ask = client(tmp_path)
+    runs = {run["name"]: run for run in ask("overview")["runs"]}
+    assert [runs["good"]] == before
+    assert notice in " ".join(runs["bad"]["notices"])
+    assert ask("series", run="good", key="gradient_product")["values"]
+    assert ask("series", run="bad", key="cosine")["values"] == [[1], [1], [1]]
+    for key in ("gain", "gradient_product"):
+        answer = ask("series", run="bad", key=key)
+        assert "values" in answer or "Error" not in answer["error"]  # explained, not unforeseen
+
+
+def test_a_run_that_cannot_be_shown_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    words = overview.facts
+
+    def facts(run: Any) -> list[str]:
+        if run.name == "a" and run.last_step is not None:
+            raise RuntimeError("unforeseen")
+        return words(run)
+
+    monkeypatch.setattr(overview, "facts", facts)
+    first, second = client(tmp_path)("overview")["runs"]
+    assert first["notices"] == ["This run cannot be shown (RuntimeError: unforeseen)."]
+    assert second["last_step"] == 15
+
+
+@pytest.mark.parametrize("step", ["9" * 30, "9" * 5000, "1e5", "\u0663"])
+def test_a_step_that_is_none_is_explained(tmp_path: Path, step: str) -> None:
+    write_run(tmp_path)
+    ask = client(tmp_path)
+    assert "at most 19 digits" in ask("record", run=".", key="cosine", step=step)["error"]
+    assert ask("record", run=".", key="cosine", step="9" * 19)["step"] == 15
+
+
 def test_a_run_without_header_keeps_its_rows_names(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, images_every=0)
     sink.write(record("a", 0))
@@ -201,13 +271,13 @@ def test_a_run_without_header_keeps_its_rows_names(tmp_path: Path) -> None:
 
 def test_a_run_of_another_version_says_so(tmp_path: Path) -> None:
     future = protobufs.profile("flowscope/gain", np.arange(3.0), {"labels": ["x", "y", "z"], "version": 9})
-    broken = protobufs.strings("flowscope/header", ['{"type": "run", "flows": [{"nome": 1}]}'], {"version": 9})
+    broken = protobufs.strings("flowscope/header", ["[" * 5000], {"version": 9})
     alert = protobufs.strings("flowscope/alerts", ["{", '"text"', '{"kind": "k"}'], {"version": 9})
     write_values(tmp_path, future, broken, alert)
     ask = client(tmp_path)
     (run,) = ask("overview")["runs"]
     assert run["notices"] == [
-        "The header cannot be read (KeyError): was it written by another version?",
+        "The header cannot be read: was it written by another version?",
         "Written in format 9; this tab reads 1. Install the flowscope that wrote the run beside TensorBoard; "
         "what can be understood is shown.",
         "3 alerts cannot be read: written by another version?",

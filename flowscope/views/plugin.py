@@ -11,6 +11,7 @@ Routes, below /data/plugin/flowscope/ (all take what the browser may know, the n
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,8 @@ from tensorboard.plugins import base_plugin
 from werkzeug import Request
 
 from flowscope.views import assets
-from flowscope.views.overview import overview_payload
+from flowscope.views.overview import RunView, overview_payload
+from flowscope.views.room import Room
 from flowscope.views.series import heat_payload, record_payload, to_json
 from flowscope.views.tensors import PLUGIN_NAME, TensorReader, UnreadableError
 
@@ -69,7 +71,7 @@ class FlowPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Flow", disable_reload=True)
 
     def _overview(self, request: Request) -> dict[str, Any]:
-        return overview_payload(self._reader.runs(request.environ))
+        return {"runs": [_shown(run) for run in self._reader.runs(request.environ)]}
 
     def _series(self, request: Request) -> dict[str, Any]:
         run, key = _argument(request, "run"), _argument(request, "key")
@@ -78,10 +80,21 @@ class FlowPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _record(self, request: Request) -> dict[str, Any]:
         run, key, step = (_argument(request, name) for name in ("run", "key", "step"))
-        if not step.removeprefix("-").isdigit():
-            raise UnreadableError(f"step is {step[:40]!r}; expected a whole number")
+        if not re.fullmatch(r"-?[0-9]{1,19}", step):
+            raise UnreadableError(f"step is {step[:40]!r}; expected a whole number of at most 19 digits")
         series, _ = self._reader.series(request.environ, run, key)
         return record_payload(series, int(step), series.log)
+
+
+def _shown(run: RunView) -> dict[str, Any]:
+    """What the browser is told of one run: whatever is wrong with it, the others are there."""
+    try:
+        (shown,) = overview_payload([run])["runs"]
+    except Exception as error:
+        _logger.warning("the Flow tab cannot show run %r", run.name, exc_info=True)
+        told = f"This run cannot be shown ({type(error).__name__}: {error})."
+        (shown,) = overview_payload([RunView(run.name, notices=[told])])["runs"]
+    return Room().cut(shown)
 
 
 def _argument(request: Request, name: str) -> str:

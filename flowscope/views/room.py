@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,13 @@ class Room:
         """Half of it."""
         return Room(**{name: max(2, bound // 2) for name, bound in asdict(self).items()})
 
-    def cut(self, payload: Any) -> Any:
+    def cut(self, payload: T) -> T:
         """A payload with its texts cut to the room."""
-        if isinstance(payload, str):
-            return payload if len(payload) <= self.text else f"{payload[: self.text]}..."
-        if isinstance(payload, dict):
-            return {name: self.cut(value) for name, value in payload.items()}
-        return [self.cut(value) for value in payload] if isinstance(payload, list | tuple) else payload
+        cut: Any = payload
+        if isinstance(payload, str) and len(payload) > self.text:
+            cut = f"{payload[: self.text]}..."
+        elif isinstance(payload, dict):
+            cut = {name: self.cut(value) for name, value in payload.items()}
+        elif isinstance(payload, list | tuple):
+            cut = [self.cut(value) for value in payload]
+        return cast(T, cut)

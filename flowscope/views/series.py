@@ -141,8 +141,7 @@ def record_payload(series: Series, step: int, log: bool, side: int = SIDE) -> di
 
     Of a matrix with more than `side` rows or columns so many are chosen, evenly; `of` is how many there are.
     """
-    # steps are 64 bit integers whose differences need not be; as floats they do not wrap around
-    at = int(np.abs(series.steps.astype(np.float64) - float(step)).argmin())
+    at = _nearest([int(one) for one in series.steps], step)
     array = series.values[at]
     payload: dict[str, Any] = {"key": series.key, "step": int(series.steps[at])}
     if array.ndim == 1:
@@ -163,6 +162,11 @@ def record_payload(series: Series, step: int, log: bool, side: int = SIDE) -> di
         "labels": [series.labels[i] for i in chosen],
         "of": len(array),
     }
+
+
+def _nearest(steps: list[int], step: int) -> int:
+    """In Python's integers: differences of 64 bit steps may be longer."""
+    return min(range(len(steps)), key=lambda at: abs(steps[at] - step))
 
 
 def _evenly(size: int, most: int) -> NDArray[np.int64]:
