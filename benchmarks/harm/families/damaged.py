@@ -169,6 +169,6 @@ def _change(place: Any, key: Any, random: Random) -> None:
     elif what < 0.5 and isinstance(value, list) and value:
         place[key] = random.choice([value[:-1], value * 2, value[::-1], [value], value[:1], [*value, None], value * 40])
     elif what < 0.6 and isinstance(value, int | float):
-        place[key] = random.choice([value * 1e6, -value, value + 1, str(value), [value]])
+        place[key] = random.choice([value * 10**6, -value, value + 1, str(value), [value]])
     else:
         place[key] = copy.deepcopy(random.choice(VALUES))
