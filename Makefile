@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench scripts corpus trials harm screenshots depth-study clean
+.PHONY: demo test browser check format bench scripts corpus trials corridor harm screenshots depth-study clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -52,6 +52,10 @@ trials: $(VENV)/.ready-dev
 # attacks on what is promised, with a new seed each time: about an hour on one core
 harm: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.harm --write
+
+# seeds of healthy programs judged by groups of good runs, and harmful changes: about 40 minutes on one core
+corridor: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.corridor --write docs/corridor.md
 
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py

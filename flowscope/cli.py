@@ -6,11 +6,13 @@
     flowscope diagnose RUN                          judge its records again, with other limits if asked
     flowscope run train.py [ARGS...]                run an unmodified training script and watch its models
     flowscope check train.py [ARGS...]              try what a script trains: facts, within a minute
+    flowscope golden check RUN REFERENCE            whether a run stays with a group of good ones (add, list: make one)
     flowscope live RUN                              follow a run in this terminal while it trains in another
 
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
 cannot be read or a file not written, 2 a wrong call. `diagnose`: 0 no alert of level error stands at the end, 1 one
-does, 2 the run cannot be read or a limit is wrong. `run`: the script's own.
+does, 2 the run cannot be read or a limit is wrong. `golden check`: 0 the
+run stays with its group, 1 it parts, 2 it cannot be told. `run`: the script's own.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
+from flowscope.corridor.golden_command import add_parser as add_golden
 from flowscope.detectors import DETECTORS, Detector
 from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
@@ -128,6 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     trying.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     trying.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     trying.set_defaults(command=_check)
+
+    add_golden(commands)
 
     words = "follow a run in this terminal while it trains in another; Ctrl-C ends"
     commands.add_parser("live", parents=reading, help=words).set_defaults(command=_live)

@@ -38,6 +38,7 @@ DOCUMENTS = (
     "docs/actions.md",
     "docs/run.md",
     "docs/check.md",
+    "docs/corridor.md",
     "docs/matrix.md",
     "docs/integrations.md",
     "docs/migration.md",

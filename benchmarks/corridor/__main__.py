@@ -1,0 +1,157 @@
+"""`python -m benchmarks.corridor [--write docs/corridor.md]`: train what is missing, judge, print the tables."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.corridor import runs as kept_runs
+from benchmarks.corridor.programs import CHANGES, DEVELOPED, HELD_OUT
+from flowscope.corridor import Corridor, Departure
+from flowscope.sinks import Run, read_run
+
+BEGIN, END = "<!-- tables: written by python -m benchmarks.corridor -->", "<!-- end of tables -->"
+JUDGED = 5
+"""So many seeds of a program are judged by each of its groups."""
+SIZES = (5, 19)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One run judged by one group."""
+
+    program: str
+    runs: int
+    departure: Departure | None
+
+    @property
+    def word(self) -> str:
+        """What was said of it."""
+        return "silent" if self.departure is None else "warning" if self.departure.certain else "note"
+
+
+@lru_cache(maxsize=64)
+def run_of(program: str, seed: int, change: str = "") -> Run:
+    return read_run(kept_runs.kept(program, seed, change))
+
+
+@lru_cache(maxsize=4)
+def group_of(program: str, seeds: tuple[int, ...]) -> Corridor:
+    return Corridor.of_runs(program, [run_of(program, seed) for seed in seeds])
+
+
+def judged(program: str, seeds: Sequence[int], seed: int, change: str = "") -> Pair:
+    corridor = group_of(program, tuple(seeds))
+    return Pair(program, corridor.runs, corridor.judge(run_of(program, seed, change).records))
+
+
+def healthy(programs: Sequence[str], runs: int, rounds: int = 1) -> Iterator[Pair]:
+    """Seeds of their own judged by groups of good runs; each round another group and other seeds."""
+    known = list(range(kept_runs.SEEDS))
+    for program in programs:
+        for number in range(rounds):
+            turned = known[-JUDGED * (number + 1) :] + known[: -JUDGED * (number + 1)]
+            seeds, rest = turned[:JUDGED], turned[JUDGED:]
+            yield from (judged(program, rest[:runs], seed) for seed in seeds)
+
+
+def changed(program: str, runs: int) -> Iterator[tuple[str, list[Pair]]]:
+    """Change -> what the group says of each of its seeds."""
+    for change in CHANGES[program]:
+        seeds = range(100, 100 + kept_runs.CHANGED_SEEDS)
+        yield change, [judged(program, range(runs), seed, change) for seed in seeds]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rates(programs: Sequence[str], rounds: int) -> str:
+    """False alarms of good runs: stated and measured."""
+    rows = []
+    for runs in SIZES:
+        pairs = list(healthy(programs, runs, rounds))
+        for word, stated in (("note or warning", f"1/{runs + 1} = {1 / (runs + 1):.3f}"), ("warning", "0.010")):
+            count = sum(pair.word != "silent" if "note" in word else pair.word == "warning" for pair in pairs)
+            rows.append([str(runs), word, stated, f"{count} of {len(pairs)} = {count / len(pairs):.3f}"])
+    return table(["good runs", "said", "stated, at most", "measured"], rows)
+
+
+def powers(programs: Sequence[str]) -> str:
+    """What is told of each change."""
+    rows = []
+    for program in programs:
+        told = [dict(changed(program, runs)) for runs in SIZES]
+        for change in CHANGES[program]:
+            words = [", ".join(count_of(of[change])) for of in told]
+            rows.append([program, change, *words, place_of(told[0][change])])
+    return table(["program", "change", *(f"by {runs} good runs" for runs in SIZES), "step, place, first metrics"], rows)
+
+
+def count_of(pairs: Sequence[Pair]) -> Iterator[str]:
+    for word in ("warning", "note", "silent"):
+        if count := sum(pair.word == word for pair in pairs):
+            yield f"{count} {word}"
+
+
+def place_of(pairs: Sequence[Pair]) -> str:
+    """Of the first seed that is told: where, and in what."""
+    departure = next((pair.departure for pair in pairs if pair.departure is not None), None)
+    if departure is None:
+        return ""
+    metrics = ", ".join(one.metric for one in departure.beyond[:3])
+    return f"{departure.step}, {departure.where or 'the model'}: {metrics}"
+
+
+def total(programs: Sequence[str]) -> str:
+    """How many changes are told in all seeds and at all sizes."""
+    parts = []
+    for runs in SIZES:
+        pairs = [pair for program in programs for _, found in changed(program, runs) for pair in found]
+        warned, noted = (sum(pair.word == word for pair in pairs) for word in ("warning", "note"))
+        parts.append(f"by {runs} good runs {warned} warnings and {noted} notes of {len(pairs)} changed runs")
+    return "; ".join(parts)
+
+
+def report() -> str:
+    developed, others = [[name for name in CHANGES if (name in DEVELOPED) == known] for known in (True, False)]
+    return "\n\n".join(
+        [
+            f"**One hundred pairs**: five seeds of each of {len(HELD_OUT)} programs that no number was chosen on, each "
+            "judged by a group of the same program:",
+            rates(HELD_OUT, 1),
+            "**Five hundred pairs**: the same with five groups a program (their members overlap):",
+            rates(HELD_OUT, 5),
+            f"**Changes**, held out ({', '.join(others)}): {total(others)}.",
+            powers(others),
+            f"**Changes**, looked at while the rules were made ({', '.join(developed)}): {total(developed)}.",
+            powers(developed),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.corridor", description=__doc__)
+    parser.add_argument("--write", type=Path, help="the page whose tables are rewritten")
+    options = parser.parse_args()
+    kept_runs.main()
+    text = report()
+    print(text)
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        told = f"{BEGIN}\n\n{text}\n\n{END}"
+        options.write.write_text(
+            re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: told, page, flags=re.S), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Whether a run parts from its group, at a rate that is known. See the package's docstring for the proof.
+
+Axis letters: N good runs, K steps, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.stats import norm, t
+
+from flowscope.corridor.curves import Stack
+from flowscope.corridor.spread import trailing, usual
+from flowscope.records import Array
+
+WINDOWS = (1, 4)
+"""A metric is judged step by step, and by its means over the last four: what is a little off for long is off."""
+QUIET = 0.05
+"""The farthest deviation of a metric is taken to be no less than a normal variable's that is exceeded so often."""
+LEAST_SCORE, LEAST_SPREAD = 0.1, 0.15
+"""Good runs score at least this, and their scores differ by 15 % at least: few of them may happen to be alike."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """One metric at one window, as each group without one run sees it.
+
+    Attributes:
+        stack: the metric.
+        window: means of so many steps in a row.
+        centre: [N, K - window + 1, R], by the run that is left out.
+        unit: one over the deviation of 1, of the same shape: the scale times the farthest that the group itself goes.
+    """
+
+    stack: Stack
+    window: int
+    centre: Array
+    unit: Array
+
+    def deviations(self, values: Array, step: int) -> Array:
+        """How far values [R] at step number `step` lie off: [N, R], 0 where one of them was not seen."""
+        with np.errstate(invalid="ignore"):
+            off: Array = np.abs(values - self.centre[:, step]) * self.unit[:, step]
+        return np.nan_to_num(off, nan=0.0, posinf=0.0)
+
+
+def judge_of(stack: Stack, window: int) -> Judge | None:
+    """The judge of a metric; None where it has fewer steps than the window, or was never seen by all runs."""
+    values = trailing(stack.values, window)
+    runs = values.shape[0]
+    if not values.shape[1] or not np.isfinite(values).all(axis=0).any():
+        return None
+    centres, units = zip(
+        *(_unit(np.delete(values, left_out, axis=0), stack.unit) for left_out in range(runs)), strict=True
+    )
+    return Judge(stack, window, np.stack(centres), np.stack(units))
+
+
+def _unit(values: Array, size: float | None) -> tuple[Array, Array]:
+    """Centre [K, R] of a group and one over what counts as a deviation of 1 there."""
+    runs = values.shape[0]
+    centre, scale = usual(values, size)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(values - centre) / scale
+    # a run that is no member lies farther from the centre than the members do
+    farthest = float(np.nanmax(off, initial=0.0)) * math.sqrt((runs + 1) / (runs - 1))
+    numbers = max(int(np.isfinite(scale).sum()), 1)
+    return centre, 1 / (scale * max(farthest, float(norm.isf(QUIET / (2 * numbers)))))
+
+
+def whole_score(judges: Sequence[Judge], run: int) -> float:
+    """The score of a good run over its whole length, by the group without it."""
+    score = 0.0
+    for judge in judges:
+        values = trailing(judge.stack.values[run], judge.window)
+        with np.errstate(invalid="ignore"):
+            off = np.abs(values - judge.centre[run]) * judge.unit[run]
+        score = max(score, float(np.nan_to_num(off, nan=0.0, posinf=0.0).max()))
+    return score
+
+
+@dataclass
+class Bounds:
+    """What the scores [N] of a run are compared with: the whole-run score of each good run by the group without it."""
+
+    of_good: Array
+    spread: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of_good = np.maximum(self.of_good, LEAST_SCORE)
+        self.spread = max(float(np.log(self.of_good).std(ddof=1)), LEAST_SPREAD)
+
+    def beyond(self, scores: Array) -> Array:
+        """How many times as far off as the nearest good run's bound, [...]; more than 1: certified.
+
+        Args:
+            scores: [N, ...], of the same number or run by each group that leaves one good run out.
+        """
+        times: Array = (scores.T / self.of_good).T.min(axis=0)
+        return times
+
+    def chance_of(self, scores: Array) -> float:
+        """The model: logarithms of whole-run scores are normal, so that those of one more run follow Student's t.
+
+        With N - 1 degrees of freedom, the good runs' mean and standard deviation, and sqrt(1 + 1/N) for the mean's own
+        error.
+        """
+        runs = len(self.of_good)
+        with np.errstate(divide="ignore"):
+            above = float(np.median(np.log(scores)) - np.log(self.of_good).mean())
+        return float(t.sf(above / (self.spread * math.sqrt(1 + 1 / runs)), runs - 1))

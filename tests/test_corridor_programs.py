@@ -1,0 +1,91 @@
+"""A sample of `make corridor`: seeds of one program, changes of it, and the same live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowscope
+from benchmarks.corridor.__main__ import Pair, count_of
+from benchmarks.corridor.programs import BUILDERS, STEPS, train
+from benchmarks.corridor.runs import folder_of, kept
+from flowscope.corridor import Corridor, live, opened
+from flowscope.sinks import read_run
+
+GOOD = 5
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of five good runs."""
+    folder = tmp_path_factory.mktemp("good")
+    for seed in range(GOOD):
+        train("layers", seed, folder / f"seed{seed}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corridor(good: Path) -> Corridor:
+    return opened(good)
+
+
+def test_another_seed_gives_no_warning(corridor: Corridor, tmp_path: Path) -> None:
+    for seed in (40, 41):
+        train("layers", seed, tmp_path / str(seed))
+        departure = corridor.judge(read_run(tmp_path / str(seed)).records)
+        assert departure is None or not departure.certain
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "where", "metric"),
+    [
+        ("one layer / 4", 0, "4.weight", "param_norm"),
+        ("sigmoid for ReLU", 0, "", "output_spread"),
+        ("labels shuffled", 15, "8", "act_rms"),
+    ],
+)
+def test_a_harmful_change_is_a_warning_with_its_place(
+    corridor: Corridor, tmp_path: Path, change: str, step: int, where: str, metric: str
+) -> None:
+    train("layers", 40, tmp_path / "run", change)
+    departure = corridor.judge(read_run(tmp_path / "run").records)
+    assert departure is not None
+    assert departure.certain
+    assert abs(departure.step - step) <= 15  # the step depends on the seeds a little
+    assert metric in {one.metric for one in departure.beyond}
+    if where:
+        assert departure.where == where
+
+
+def test_live_it_is_the_alert_of_the_finished_run(good: Path, corridor: Corridor) -> None:
+    torch.manual_seed(40)
+    made = BUILDERS["layers"](40, "rate x3")
+    alerts: list[flowscope.Alert] = []
+    with flowscope.watch(made.model, made.optimizer, every=5, on_alert=alerts.append, detectors=[live(good)]) as scope:
+        for k in range(STEPS):
+            scope.step(loss=made.step(k))
+        departure = corridor.judge(scope.records)
+    assert departure is not None
+    (alert,) = [one for one in alerts if one.kind == "parted_from_reference" and one.severity == "warning"]
+    assert (alert.step, alert.where) == (departure.step, departure.where)
+    assert "0.05 -> 0.15" in alert.message  # the rate of the optimizer's group, from the set-up
+
+
+def test_runs_are_kept_and_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def note(program: str, seed: int, folder: Path, change: str) -> None:
+        trained.append((program, seed, change))
+        folder.mkdir(parents=True)
+        (folder / "flowscope.jsonl").write_text("")
+
+    monkeypatch.setattr("benchmarks.corridor.runs.train", note)
+    paths = {kept("layers", 3, "rate / 10", tmp_path) for _ in range(2)}
+    assert paths == {folder_of("layers", 3, "rate / 10", tmp_path)}
+    assert trained == [("layers", 3, "rate / 10")]
+
+
+def test_words_are_counted() -> None:
+    assert list(count_of([Pair("a", 5, None), Pair("a", 5, None)])) == ["2 silent"]
