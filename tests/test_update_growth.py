@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from detector_records import header, played_with_a_break, record, told
+from detector_records import PARAMETERS, header, played_with_a_break, record, told
 from torch import nn
 
 import flowscope
 from flowscope.detectors import outgrown as module
-from flowscope.detectors.outgrown import UpdateGrowth, chance_of, layers_of, outgrown
+from flowscope.detectors.outgrown import Layers, UpdateGrowth, chance_of, outgrown
 from flowscope.records import Alert
 
 # -- the statistic ----------------------------------------------------------------------------------------------------
@@ -21,10 +21,10 @@ from flowscope.records import Alert
 def test_the_last_are_compared_with_the_window_before_the_gap():
     steady = [1.0, 2.0] * 20  # median 1.5, largest 2
     gap = [2.5] * 20
-    assert outgrown(np.array([*steady, *gap, *[3.0] * 7, 9.0])) == pytest.approx(2.0)
-    assert outgrown(np.array([*steady, *gap, *[3.0] * 7, 2.0])) == 0.0  # one is not above all of the window
-    assert outgrown(np.array([*steady[1:], *gap, *[3.0] * 8])) == 0.0  # too short by one
-    assert outgrown(np.array([99.0, *steady, *gap, *[3.0] * 8])) == pytest.approx(2.0)  # what is older is forgotten
+    grown = [*steady, *gap, *[3.0] * 7, 9.0]
+    mixed = [*steady, *gap, *[3.0] * 7, 2.0]  # one is not above all of the window
+    short = [math.nan, *steady[1:], *gap, *[3.0] * 8]
+    assert outgrown(np.array([grown, mixed, short]).T) == pytest.approx([2.0, 0.0, 0.0])
 
 
 def test_the_chance_is_one_over_the_ways_to_choose_the_largest(monkeypatch):
@@ -32,10 +32,8 @@ def test_the_chance_is_one_over_the_ways_to_choose_the_largest(monkeypatch):
     monkeypatch.setattr(module, "WINDOW", 5)
     monkeypatch.setattr(module, "GAP", 3)
     # of 5 + 2 numbers the last two are the two largest in 2! 5! / 7! = 1/21 of all orders, whatever the distribution
-    random = np.random.default_rng(0)
-    draws = np.abs(random.standard_cauchy((20_000, 10)))
-    share = np.mean([outgrown(course) > 0 for course in draws])
-    assert share == pytest.approx(1 / 21, abs=4 * math.sqrt(1 / 21 / 20_000))
+    draws = np.abs(np.random.default_rng(0).standard_cauchy((10, 20_000)))
+    assert np.mean(outgrown(draws) > 0) == pytest.approx(1 / 21, abs=4 * math.sqrt(1 / 21 / 20_000))
     # 13 records have four places for ten in a row; three rows
     assert chance_of(3, 13) == pytest.approx(3 * 4 / 21)
 
@@ -46,14 +44,9 @@ def test_the_stated_chance_of_a_long_run_is_small():
 
 
 def test_layers_are_blocks_and_what_lies_beside_them():
-    head = header()
-    rows = layers_of(record(0), head)
-    assert {name: list(found) for name, found in rows.items()} == {
-        "embed": [0],
-        "blocks.0": [1, 2],
-        "blocks.1": [3],
-        "head": [4],
-    }
+    names, rows = Layers().of(PARAMETERS, header())
+    assert names == ["embed", "blocks.0", "blocks.1", "head"]
+    assert rows.tolist() == [0, 1, 1, 2, 3]
 
 
 def course(grown: float, gradient: float = 0.4, start: int = 70, steps: int = 130, rate: float = 0.1):

@@ -10,7 +10,7 @@ Reported of large runs as the first sign, in the lower layers first: the update 
 then the loss (marin issue 1368). Adam's update of an unchanged gradient grows where the second moment is lost, or where
 gradients turn from noise into one direction (Molybog et al. 2023, arXiv 2304.09871, section 4).
 
-Axis letters: P parameters, L layers.
+Axis letters: P parameters, L layers, K records.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding
-from flowscope.detectors.rates import updates_of
+from flowscope.detectors.rates import Updates, updates_of
 from flowscope.detectors.rows import ancestors, labels_of, module_of
 from flowscope.records import Record, RunHeader
 
@@ -41,12 +43,18 @@ def chance_of(rows: int, records: int) -> float:
     return min(1.0, rows * max(0, records - WINDOW - GAP - LAST + 1) / math.comb(WINDOW + LAST, LAST))
 
 
-def outgrown(course: Array) -> float:
-    """By which factor the last of a course [K] have outgrown it: 0 where they are not the largest, or it is short."""
-    if len(course) < WINDOW + GAP + LAST:
-        return 0.0
-    window, last = course[-WINDOW - GAP - LAST : -GAP - LAST], course[-LAST:]
-    return float(np.median(last) / np.median(window)) if last.min() > window.max() else 0.0
+def outgrown(courses: Array) -> Array:
+    """By which factor the last of each course have outgrown it, [L]: 0 where not all are above all of the window.
+
+    Args:
+        courses: the last WINDOW + GAP + LAST numbers of each layer, [K, L], NaN where there are not that many yet.
+    """
+    window, last = courses[:WINDOW], courses[-LAST:]
+    # NaN is above nothing
+    above = last.min(axis=0) > window.max(axis=0)
+    factors = np.zeros(courses.shape[1])
+    factors[above] = np.median(last[:, above], axis=0) / np.median(window[:, above], axis=0)
+    return factors
 
 
 class UpdateGrowth(Detector):
@@ -60,63 +68,78 @@ class UpdateGrowth(Detector):
         "save a checkpoint; look at the optimizer's state of this layer (a second moment that is lost or no longer "
         "written), lower the rate or the second beta, clip updates"
     )
-    # of each layer the course of its updates over their rate, of its gradient and of its rate
-    begins_with: ClassVar[dict[str, Any]] = {"updates": {}, "gradients": {}, "rates": {}, "course": {}, "records": 0}
+    # the courses [K, L] of the layers' updates over their rate, of their gradients and of their rates
+    begins_with: ClassVar[dict[str, Any]] = {"updates": None, "gradients": None, "rates": None, "course": {}, "seen": 0}
+
+    def __init__(self, config: WatchConfig | None = None) -> None:
+        super().__init__(config)
+        self._layers = Layers()
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding, which names the first such layer from the input."""
-        layers = layers_of(record, header)
         updates = updates_of(record, self.state["course"])
-        if updates is None or not layers:
+        names, rows = self._layers.of(labels_of(record, header, "param_norm"), header)
+        if updates is None or len(rows) != updates.ratio.size:
             yield self.unseen()
             return
-        self.state["records"] += 1
-        rates = np.where(np.isfinite(updates.rate), updates.rate, 1.0)
-        sizes = {
-            "updates": updates.ratio * updates.norm / rates,
-            "gradients": record.metrics["param_grad_norm"],
-            "rates": rates,
-        }
-        trained = {kind: np.where(updates.trained, size, np.nan) for kind, size in sizes.items()}
-        grown = {
-            name: self._grown(*(self._course(kind, name, size[rows]) for kind, size in trained.items()))
-            for name, rows in layers.items()
-        }
-        found = [name for name, factor in grown.items() if factor >= TWOFOLD]
-        if not found:
+        self.state["seen"] += 1
+        growth = self._growth(updates, record.metrics["param_grad_norm"], rows, len(names))
+        found = np.flatnonzero(growth >= TWOFOLD)
+        if not found.size:
             return
-        first, chance = found[0], chance_of(len(layers), self.state["records"])
+        first, value = names[found[0]], growth[found[0]]
+        chance = chance_of(len(names), self.state["seen"])
         message = (
-            f"the updates of {first} have grown {grown[first]:.2g}-fold (limit {TWOFOLD:g}): the last {LAST} records "
-            f"are all above all {WINDOW} of {GAP} before them, and its gradient is as it was ({len(found)} of "
-            f"{len(layers)} layers; where nothing happens, {chance:.1g} of runs show it): gradient and loss may follow"
+            f"the updates of {first} have grown {value:.2g}-fold (limit {TWOFOLD:g}): the last {LAST} records "
+            f"are all above all {WINDOW} of {GAP} before them, and its gradient is as it was ({found.size} of "
+            f"{len(names)} layers; where nothing happens, {chance:.1g} of runs show it): gradient and loss may follow"
         )
-        yield self.found(first, grown[first], TWOFOLD, message, immediate=True)
+        yield self.found(first, value, TWOFOLD, message, immediate=True)
 
-    @staticmethod
-    def _grown(updates: Array, gradients: Array, rates: Array) -> float:
-        """The factor by which updates have outgrown their past; 0 where the gradient has too, or the rate changed.
+    def _growth(self, updates: Updates, gradient: Array, rows: NDArray[np.intp], layers: int) -> Array:
+        """The factor [L] by which updates have outgrown their past; 0 where the gradient has too, or the rate changed.
 
         A lower rate makes gradients of successive steps alike, so that Adam's update grows beside it.
         """
-        growth, of_gradient = outgrown(updates), outgrown(gradients)
-        steady = rates.size > 0 and rates.max() < TWOFOLD * rates.min()
-        return growth if steady and of_gradient * of_gradient < growth else 0.0
+        rate = np.where(updates.rate > 0, updates.rate, 1.0)
+        sizes = {"updates": updates.ratio * updates.norm / rate, "gradients": gradient, "rates": rate}
+        for name, size in sizes.items():
+            squares = np.where(updates.trained, np.square(size), 0.0)
+            self._add(name, np.sqrt(np.bincount(rows, squares, minlength=layers)))
+        growth, of_gradient = outgrown(self.state["updates"]), outgrown(self.state["gradients"])
+        rates = self.state["rates"]
+        steady = rates.max(axis=0) < TWOFOLD * rates.min(axis=0)
+        return np.where(steady & (np.square(of_gradient) < growth), growth, 0.0)
 
-    def _course(self, kind: str, layer: str, row: Array) -> Array:
-        """The course of a layer's total norm; a record that trains none of it, or gives no number, is left out."""
-        known: Array = self.state[kind].get(layer, np.zeros(0))
-        total = float(np.sqrt(np.nansum(np.square(row))))
-        if math.isfinite(total) and total > 0:
-            known = self.state[kind][layer] = np.append(known, total)[-WINDOW - GAP - LAST :]
-        return known
+    def _add(self, name: str, totals: Array) -> None:
+        """Add totals [L] to their courses; a record that trains nothing of a layer, or gives no number, is left out."""
+        known = self.state[name]
+        if known is None or known.shape[1] != totals.size:
+            known = self.state[name] = np.full((WINDOW + GAP + LAST, totals.size), np.nan)
+        seen = np.isfinite(totals) & (totals > 0)
+        known[:-1, seen] = known[1:, seen]
+        known[-1, seen] = totals[seen]
 
 
-def layers_of(record: Record, header: RunHeader) -> dict[str, list[int]]:
-    """Layer -> the rows of its parameters: the block that holds them, else their module; from input to output."""
-    blocks = {block for flow in header.flows for block in flow.blocks}
-    rows: dict[str, list[int]] = {}
-    for row, label in enumerate(labels_of(record, header, "param_norm")):
-        module = module_of(label)
-        rows.setdefault(next((path for path in ancestors(module) if path in blocks), module or label), []).append(row)
-    return rows
+class Layers:
+    """The layer of each parameter: the block that holds it, else its module. Computed once a layout."""
+
+    def __init__(self) -> None:
+        self._key: tuple[tuple[str, ...], RunHeader] | None = None
+        self._found: tuple[list[str], NDArray[np.intp]] = [], np.zeros(0, np.intp)
+
+    def of(self, labels: tuple[str, ...], header: RunHeader) -> tuple[list[str], NDArray[np.intp]]:
+        """The layers' names [L], from input to output, and the layer of each parameter [P]."""
+        if self._key is None or self._key[0] != labels or self._key[1] is not header:
+            self._key = labels, header
+            blocks = {block for flow in header.flows for block in flow.blocks}
+            holders = [_holder(label, blocks) for label in labels]
+            names = list(dict.fromkeys(holders))
+            number = {name: n for n, name in enumerate(names)}
+            self._found = names, np.array([number[holder] for holder in holders], dtype=np.intp)
+        return self._found
+
+
+def _holder(label: str, blocks: set[str]) -> str:
+    module = module_of(label)
+    return next((path for path in ancestors(module) if path in blocks), module or label)
