@@ -16,6 +16,7 @@ from flows_models import inputs as flow_inputs
 from torch import Tensor, nn
 
 import flowscope
+from flowscope.corridor import PartedFromGroup
 from flowscope.detectors import DETECTORS, NUMBERS, OUTCOME, WIRING, Level
 from flowscope.records import split_key
 from flowscope.steps.phase import STEP, Action, Event, Phase
@@ -325,7 +326,7 @@ def test_documented_metrics_are_those_recorded() -> None:
 
 def test_every_alert_kind_has_a_section_and_every_limit_is_a_field() -> None:
     sections = set(re.findall(r"^## (\w+)$", read("docs/alerts.md"), re.MULTILINE))
-    assert {detector.kind for detector in DETECTORS} == sections
+    assert {*(detector.kind for detector in DETECTORS), PartedFromGroup.kind} == sections
     fields = set(flowscope.WatchConfig.model_fields)
     shown = {key for block in python_blocks("README.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)}
     assert shown
