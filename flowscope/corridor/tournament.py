@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.stats import norm, t
+from scipy.special import ndtri, stdtr  # scipy.stats takes a second to import
 
 from flowscope.corridor.curves import Stack
 from flowscope.corridor.spread import trailing, usual
@@ -68,7 +68,7 @@ def _unit(values: Array, size: float | None) -> tuple[Array, Array]:
     # a run that is no member lies farther from the centre than the members do
     farthest = float(np.nanmax(off, initial=0.0)) * math.sqrt((runs + 1) / (runs - 1))
     numbers = max(int(np.isfinite(scale).sum()), 1)
-    return centre, 1 / (scale * max(farthest, float(norm.isf(QUIET / (2 * numbers)))))
+    return centre, 1 / (scale * max(farthest, float(-ndtri(QUIET / (2 * numbers)))))
 
 
 def whole_score(judges: Sequence[Judge], run: int) -> float:
@@ -111,4 +111,4 @@ class Bounds:
         runs = len(self.of_good)
         with np.errstate(divide="ignore"):
             above = float(np.median(np.log(scores)) - np.log(self.of_good).mean())
-        return float(t.sf(above / (self.spread * math.sqrt(1 + 1 / runs)), runs - 1))
+        return float(stdtr(runs - 1, -above / (self.spread * math.sqrt(1 + 1 / runs))))
