@@ -123,6 +123,15 @@ def test_two_ranks_end_alike_and_one_prints(tmp_path: Path) -> None:
     assert done.stdout.count("1 fail, 0 note, 0 skipped, 1 pass") == 1
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_two_ranks_that_are_given_the_same_batches_are_told(tmp_path: Path, same: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("+ rank", "") if same else SCRIPT)
+    call = ["-m", "flowscope", "check", "--steps", "1", "--only", "data", "train.py", "--micro", "1", "--ranks"]
+    done = started(tmp_path, *LAUNCHER, *call)
+    assert done.returncode == int(same), done.stderr
+    assert done.stdout.count("two ranks are given the same batches") == int(same)
+
+
 def test_a_scaler_says_whether_gradients_are_unscaled() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)

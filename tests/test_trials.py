@@ -40,7 +40,7 @@ import flowscope
 import flowscope.testing
 from flowscope.trials.bench import Bench, Step
 from flowscope.trials.built_in import NAMES
-from flowscope.trials.command import Listening
+from flowscope.trials.command import Clipping, Listening
 from flowscope.trials.layout import other_values
 from flowscope.trials.sitting import chosen, run_trials
 
@@ -485,7 +485,7 @@ def test_the_mean_of_a_dropout_that_does_not_scale_is_the_share_it_keeps() -> No
 def test_a_buffer_that_is_read_as_it_is_updated_is_a_note() -> None:
     (finding,) = found(Task(nn.Sequential(Scan()), scanned, rows()), "train_eval")
     assert (finding.status, finding.where) == ("note", "0")
-    assert "its own buffers" in finding.message
+    assert "the pass changes buffers that it reads" in finding.message
 
 
 class Noised(torch.utils.data.Dataset):
@@ -522,7 +522,7 @@ def test_clipping_is_seen_also_where_torch_was_imported_before(monkeypatch: pyte
         setattr(module, name, function)
         setattr(package, name, function)
     monkeypatch.setitem(sys.modules, "torch.nn.utils", package)
-    listening = SimpleNamespace(_scaling=lambda: 8.0, _unscaled=lambda: False)
+    listening = SimpleNamespace(_scaling=lambda: 8.0, _unscaled=lambda: False, _tape=None, clipping=Clipping())
     Listening._clipping_imported(listening, module)
     package.clip_grad_norm_(3.0)
     assert (listening.clipping.clipped, listening.clipping.while_scaled) == (True, True)

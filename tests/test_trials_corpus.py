@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trials import language, scripted, training, vision
+from benchmarks.trials import language, later, scripted, training, vision
 from benchmarks.trials.case import CASES, SCRIPTS, Case
 from benchmarks.trials.scoring import Verdict, judge, table
 from flowscope.trials.built_in import NAMES
 
-REGISTERED = (language, scripted, training, vision)
+REGISTERED = (language, later, scripted, training, vision)
 
 
 def finding(trial: str, status: str, where: str = "", message: str = "") -> dict[str, str]:
@@ -65,6 +65,15 @@ def test_errors_and_fails_on_twins_are_counted() -> None:
         "checkpoint_without_random_state",
         "groups_leave_parameters_out",
         "softmax_before_cross_entropy",
+        "heads_viewed_not_transposed",
+        "encoding_added_along_the_batch",
+        "padding_counts_in_the_loss",
+        "log_softmax_over_time",
+        "targets_flattened_in_another_order",
+        "observation_statistics_not_saved",
+        "cache_kept_between_batches",
+        "batch_counted_twice_by_a_checkpoint",
+        "checkpoint_without_a_graph",
     ],
 )
 def test_a_sample_is_told_and_its_twins_are_not(name: str) -> None:
@@ -75,8 +84,9 @@ def test_a_sample_is_told_and_its_twins_are_not(name: str) -> None:
     assert not faulty.wrong + healthy.wrong
 
 
-def test_a_script_is_judged_by_the_command_and_saves_nothing() -> None:
-    faulty, healthy = judge(CASES["spectrogram"], True), judge(CASES["spectrogram"], False)
+@pytest.mark.parametrize("name", ["spectrogram", "ema_copied_back", "clipped_every_micro_batch", "left_in_evaluation"])
+def test_a_script_is_judged_by_the_command_and_saves_nothing(name: str) -> None:
+    faulty, healthy = judge(CASES[name], True), judge(CASES[name], False)
     assert faulty.at_place()
     assert not healthy.fails()
     assert not faulty.wrong + healthy.wrong

@@ -8,10 +8,12 @@
     language.py     transformers and recurrent models of text
     vision.py       convolutions, vision transformers, generative models of images
     training.py     optimizers, losses, targets and data
+    later.py        faults of public reports, written when the others were all found
     scripts/        whole programs, judged through the command `flowscope check`
     scripted.py     their cases, and the run of one
     scoring.py      what is found, the right trial, the right place
     zoo.py          models that are healthy
 
-The programs were written from the list of what each trial is meant to prove, before its code was read.
+The programs of the first three files were written from the list of what each trial is meant to prove, before its code
+was read.
 """

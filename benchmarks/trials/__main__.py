@@ -6,11 +6,11 @@ import sys
 
 import torch
 
-from benchmarks.trials import language, scripted, training, vision, zoo  # each registers its cases
+from benchmarks.trials import language, later, scripted, training, vision, zoo  # each registers its cases
 from benchmarks.trials.case import CASES
 from benchmarks.trials.scoring import Verdict, judge, table
 
-REGISTERED = (language, vision, training, scripted)
+REGISTERED = (language, vision, training, scripted, later)
 
 
 def told(verdict: Verdict) -> str:

@@ -42,8 +42,21 @@ class Accumulation(Trial):
             message = "gradients were clipped before the GradScaler unscaled them"
             yield self.failed("", message, "call scaler.unscale_(optimizer) before clip_grad_norm_")
             return
+        if self._clipped_early(bench, step):
+            message = f"gradients were clipped after {step.clipped_after} of {len(step.batches)} micro-batches"
+            advice = "clip once a step, after its last backward"
+            yield self.failed("", f"{message}: what came before counts less than what comes after", advice)
+            return
         wrong = self._weights(weights_of(bench, step)) if len(step.batches) > 1 else None
         yield wrong or self._gradient(bench, step)
+
+    @staticmethod
+    def _clipped_early(bench: Bench, step: Step) -> bool:
+        """Whether gradients were clipped to which a later micro-batch then added."""
+        if step.clipped_after is None or not 0 < step.clipped_after < len(step.batches):
+            return False
+        earlier, later = (bench.gradients(step.batches[n]) for n in (0, -1))
+        return bool(earlier.keys() & later.keys())
 
     def _weights(self, weights: Sequence[Weight] | None) -> TrialFinding | None:
         """What is wrong with the weights of several micro-batches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,9 @@ class Step:
         clipped: whether they had been clipped.
         norm: their norm before that, where it is known.
         clipped_scaled: whether they were clipped while still multiplied by the GradScaler's scale.
+        clipped_after: after how many of the batches they were first clipped; None where they were not, or where
+            several optimizers are at work.
+        changed: what changed between this step and the one before: how much of the former step was left, by name.
     """
 
     batches: list[Any]
@@ -71,6 +74,23 @@ class Step:
     clipped: bool = False
     norm: float | None = None
     clipped_scaled: bool = False
+    clipped_after: int | None = None
+    changed: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run that goes on was given by the one before.
+
+    Attributes:
+        steps: those that its optimizers had made; 0 where their state does not say.
+        trained: the parameters, by name, that optimizers had state of, or that a checkpoint of a part held.
+        first: the first batch that this process was trained on.
+    """
+
+    steps: int
+    trained: frozenset[str]
+    first: Any
 
 
 @dataclass
@@ -84,6 +104,7 @@ class Bench:
         optimizers: those that hold the model's parameters.
         step: an optimizer step of the user's loop; None where it was not seen.
         loaders: the loop's DataLoaders, as far as they are known.
+        resumed: what the run before left; None for a new one.
         repeatable: whether a pass of a seen step, made again, gives the same loss.
         seed: of the passes that must draw alike.
     """
@@ -94,6 +115,7 @@ class Bench:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     step: Step | None = None
     loaders: Sequence[Any] = ()
+    resumed: Resumed | None = None
     repeatable: bool = True
     seed: int = 0
     _calls: dict[int, list[Call]] = field(default_factory=dict)

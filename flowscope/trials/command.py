@@ -23,7 +23,8 @@ from flowscope.trials.settings import Options
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from flowscope.trials.bench import Bench
+    from flowscope.trials.bench import Bench, Resumed
+    from flowscope.trials.between_steps import BetweenSteps
     from flowscope.trials.tape import Recorded, Tape
     from flowscope.trials.trial import TrialFinding
 
@@ -37,6 +38,7 @@ class Clipping:
     clipped: bool = False
     norm: float | None = None
     while_scaled: bool = False
+    after: int = 0
 
 
 @dataclass
@@ -47,11 +49,13 @@ class Trained:
         optimizer: itself.
         models: the outermost models that hold its parameters.
         steps: the batches of each of its steps so far.
+        before: how many steps its state told of when it began, and the ids of the parameters it had state of.
     """
 
     optimizer: Any
     models: list[nn.Module]
     steps: list[list[Recorded]] = field(default_factory=list)
+    before: tuple[int, set[int]] = (0, set())
 
 
 class Listening:
@@ -61,6 +65,8 @@ class Listening:
         options: what was asked for.
         trained: the script's optimizers so far.
         clipping: what was done to the gradients of the step under way.
+        between: what changed the weights outside of steps; None until an optimizer is made.
+        loaded: the ids of the parameters that a checkpoint of a part of a model held.
     """
 
     def __init__(self, options: Options) -> None:
@@ -69,12 +75,15 @@ class Listening:
         self._tape: Tape | None = None
         self._scalers: list[Any] = []
         self.clipping = Clipping()
+        self.between: BetweenSteps | None = None
+        self.loaded: set[int] = set()
         self._judging = False
         self._finder = PatchOnImport(
             {
                 "torch.optim.optimizer": self._optimizers_imported,
                 "torch.amp.grad_scaler": lambda module: after_making(module.GradScaler, self._scalers.append),
                 "torch.nn.utils.clip_grad": self._clipping_imported,
+                "torch.nn.modules.module": self._modules_imported,
             }
         )
 
@@ -96,15 +105,17 @@ class Listening:
     def _optimizers_imported(self, module: Any) -> None:
         after_making(module.Optimizer, self._optimizer_made)
         module.register_optimizer_step_pre_hook(self._step_begins)
+        module.register_optimizer_step_post_hook(self._step_ended)
 
     def _optimizer_made(self, optimizer: Any) -> None:
         from flowscope.instruments.wiring import held_by
+        from flowscope.trials.between_steps import BetweenSteps
         from flowscope.trials.tape import Tape
 
         if self._judging:
             return
         if self._tape is None:
-            self._tape = Tape(self._scaling)
+            self._tape, self.between = Tape(self._scaling, self._never_steps), BetweenSteps()
             self._listen_to_backward()
         models = outermost_models(held_by(optimizer))
         self.trained.append(Trained(optimizer, models))
@@ -120,13 +131,27 @@ class Listening:
                 scaled = self._scaling() != 1 and not self._unscaled()
                 result = original(*args, **kwargs)
                 norm = float(result) if result is not None and not scaled else None
-                self.clipping = Clipping(True, norm, scaled)
+                heard = 0 if self._tape is None else len(self._tape.recorded)
+                self.clipping = Clipping(True, norm, scaled, self.clipping.after or heard)
                 return result
 
             # where torch was imported before us, torch.nn.utils holds the name, too
             for holder in (module, sys.modules.get("torch.nn.utils")):
                 if getattr(holder, name, None) is original:
                     setattr(holder, name, clipping)
+
+    def _modules_imported(self, module: Any) -> None:
+        load = module.Module.load_state_dict
+
+        @functools.wraps(load)
+        def loading(self_: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            result = load(self_, state_dict, *args, **kwargs)
+            named = dict(self_.named_parameters())
+            held = {id(p) for name, p in named.items() if name in state_dict}
+            self.loaded = held if len(held) < len(named) else set()
+            return result
+
+        module.Module.load_state_dict = loading
 
     def _scaling(self) -> float:
         from flowscope.torch_internals import scale_of
@@ -154,17 +179,33 @@ class Listening:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        from flowscope.trials.between_steps import steps_before
+
         one = next((one for one in self.trained if one.optimizer is optimizer), None)
         if one is None or self._tape is None or self._judging:
             return
-        taken, self._tape.recorded = self._tape.recorded, []
-        self._tape.drop()
+        taken = self._tape.taken()
+        if not one.steps:
+            one.before = steps_before(optimizer)
         one.steps.append(taken)
+        if self.between is not None:
+            self.between.begins(optimizer)
         if len(one.steps) >= self.options.steps:
             self._tape.close()
             self._judging = True  # trials make optimizers and step, too
             end(judged(self, one), self.options)
         self.clipping = Clipping()
+
+    def _never_steps(self) -> None:
+        from flowscope.trials.tape import MOST
+
+        reason = f"it ran its models {MOST} times without a step and was ended"
+        print(_unjudged(Path(sys.argv[0]).name, self, reason), file=sys.stderr)
+        leave(UNJUDGED)
+
+    def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.between is not None and not self._judging:
+            self.between.ended(optimizer)
 
 
 def judged(listening: Listening, last: Trained) -> CheckReport:
@@ -217,8 +258,17 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
     step = None
     if last in owners:
         names = {n: p.grad.detach().clone() for n, p in inner.named_parameters() if p.grad is not None}
-        clipping = listening.clipping
-        step = Step(last.steps[-1], names, clipping.clipped, clipping.norm, clipping.while_scaled)
+        clipping, alone = listening.clipping, len(listening.trained) == 1
+        kept = listening.between.kept if listening.between is not None else {}
+        step = Step(
+            last.steps[-1],
+            names,
+            clipping.clipped,
+            clipping.norm,
+            clipping.while_scaled,
+            clipping.after if clipping.clipped and alone else None,
+            {n: kept[id(p)] for n, p in inner.named_parameters() if id(p) in kept},
+        )
     bench = Bench(
         inner,
         batches[:3],
@@ -226,12 +276,24 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
         [one.optimizer for one in owners],
         step,
         _loaders(),
+        _resumed(listening, owners, inner),
     )
     with put_back(inner), contextlib.suppress(Exception):
         torch.set_rng_state(batches[0].chance)
         again = float(bench.loss(batches[0]).detach())
         bench.repeatable = abs(again - batches[0].loss) <= 1e-4 * max(abs(again), 1e-12)
     return bench
+
+
+def _resumed(listening: Listening, owners: Sequence[Trained], model: nn.Module) -> Resumed | None:
+    """What of a run before is known: the optimizers' states, else a checkpoint that held a part of the model."""
+    from flowscope.trials.bench import Resumed
+
+    with_state = set().union(*(one.before[1] for one in owners))
+    trained = with_state or listening.loaded
+    names = frozenset(name for name, p in model.named_parameters() if id(p) in trained)
+    first = next((recorded for one in owners for step in one.steps for recorded in step), None)
+    return Resumed(max(one.before[0] for one in owners), names, first) if names else None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -37,7 +37,7 @@ class Data(Trial):
         """A finding for each thing that is odd."""
         batches = [[x.detach() for x in batch_tensors(batch)] for batch in bench.batches]
         found = [*self._same(batches), *self._numbers(batches), *self._sorted(batches), *self._ranks(batches)]
-        found += self._workers(bench)
+        found += [*self._workers(bench), *self._begun_anew(bench)]
         yield from found or [self.passed(f"{len(batches)} batches differ, and hold finite numbers of a usable scale")]
 
     def _same(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
@@ -97,6 +97,36 @@ class Data(Trial):
                 message = f"workers of the loader of {type(loader.dataset).__name__} draw the same augmentations"
                 advice = "seed the data set's own generator in worker_init_fn from torch.initial_seed()"
                 yield self.failed("", message, advice)
+
+    def _begun_anew(self, bench: Bench) -> Iterable[TrialFinding]:
+        """A run that goes on amid an epoch and is given the samples that this epoch had begun with."""
+        if bench.resumed is None:
+            return
+        seen, taken = batch_tensors(bench.resumed.first), len(bench.step.batches) if bench.step is not None else 1
+        for loader in bench.loaders:
+            anew = False
+            with contextlib.suppress(Exception):  # the user's code
+                amid = bench.resumed.steps * taken % len(loader) != 0 or bench.resumed.steps == 0
+                anew = amid and _begins_with(loader, seen)
+            if anew:
+                steps = f"after {bench.resumed.steps} steps" if bench.resumed.steps else "with an optimizer's state"
+                message = f"the run goes on {steps}, and its first batch is the first of the epoch again"
+                advice = "right where an epoch had ended; else save the loader's place, or skip what was seen"
+                yield self.noted("", message, advice)
+
+
+def _begins_with(loader: Any, seen: Sequence[Tensor]) -> bool:
+    """Whether a loader whose order nothing draws begins with a batch, all of whose tensors are among those seen."""
+    orders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        orders.append(next(iter(loader.batch_sampler)))
+    if orders[0] != orders[1]:
+        return False
+    batch = batch_tensors(loader.collate_fn([loader.dataset[n] for n in orders[0]]))
+    known = [x.detach().flatten().to(torch.float64) for x in seen]
+    whole = [x.flatten().to(torch.float64) for x in batch if x.numel() > 1]
+    return bool(whole) and all(any(x.shape == y.shape and torch.equal(x, y) for y in known) for x in whole)
 
 
 def _still_columns(x: Tensor, whole: Tensor) -> list[str]:

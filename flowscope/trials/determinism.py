@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from flowscope.trials.bench import Bench
+from flowscope.trials.bench import Bench, Seen
 from flowscope.trials.kept import put_back
+from flowscope.trials.layout import first_that_differs
 from flowscope.trials.trial import Trial, TrialFinding
 
 
@@ -32,7 +33,31 @@ class Determinism(Trial):
                 message = f"the forward pass repeats to the last bit, the gradient does not, first at {name}"
                 yield self.noted(name, message, "look for a checkpoint that draws anew, or an atomic add on a GPU")
                 return
+        if (where := self._left_behind(bench)) is not None:
+            message = (
+                f"what a pass leaves behind changes the next one of the same batch, first at {where or 'the model'}"
+            )
+            advice = "right for a recurrent state that is carried on; else clear the cache there before each batch"
+            yield self.noted(where, message, advice)
+            return
         yield self.passed("loss and gradients repeat to the last bit")
+
+    @staticmethod
+    def _left_behind(bench: Bench) -> str | None:
+        """Where the second of two passes differs, though no buffer did change: it is kept in plain attributes."""
+
+        def buffers() -> list[torch.Tensor]:
+            return [b.detach().clone() for b in bench.model.buffers()]
+
+        def seen() -> list[Seen]:
+            with bench.alike(), torch.no_grad():
+                return bench.seen(lambda: bench.loss(bench.batches[0]))
+
+        before, first = buffers(), seen()
+        if not all(map(torch.equal, before, buffers())):
+            return None
+        differing = first_that_differs(first, seen(), lambda x: x)
+        return None if differing is None else differing.path
 
     @staticmethod
     def _pass(bench: Bench) -> tuple[Any, Any]:

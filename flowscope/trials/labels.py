@@ -41,6 +41,11 @@ class Labels(Trial):
         for one in found:
             if one.kind != CLASSES or one.target.dtype != tokens.dtype:
                 continue
+            if _crossed(one, tokens, call):
+                message = "outputs and targets are flattened in another order: each is compared with another sample's"
+                advice = "bring both to [B, T] (transpose one of them) before they are flattened"
+                yield self.failed("", message, advice)
+                return
             move = _move(one, tokens, call, bench)
             if move is not None:
                 yield self._told(move, call, bench)
@@ -91,6 +96,40 @@ def _move(one: Criterion, tokens: Tensor, call: Call, bench: Bench) -> int | Non
         if int(mask.sum()) >= ENOUGH and float((left == right)[mask].float().mean()) >= SURE:
             return move - _begins(one, call, batch, width, bench)
     return None
+
+
+def _crossed(one: Criterion, tokens: Tensor, call: Call) -> bool:
+    """Whether logits [N, C] are flattened sample by sample and targets [N] position by position, or the reverse."""
+    batch, target, values = tokens.shape[0], one.target.detach(), one.input.detach()
+    if target.dim() != 1 or target.numel() % batch or batch < 2 or target.numel() == batch:
+        return False
+    width = target.numel() // batch
+    by_sample, by_position = target.view(batch, width), target.view(width, batch).t()
+    if (told := _follows(by_sample, tokens, one.ignored)) == _follows(by_position, tokens, one.ignored):
+        return False
+    for output in nested_tensors(call.output):
+        if output.dim() != 3 or output.shape[2] != one.classes:
+            continue
+        for axis in (0, 1):
+            ordered = output.detach() if output.shape[0] == batch else output.detach().transpose(0, 1)
+            for begin in range(ordered.shape[1] - width + 1):
+                rows = ordered[:, begin : begin + width]
+                rows = rows if axis == 0 else rows.transpose(0, 1)
+                if torch.allclose(rows.reshape(values.shape).to(values), values, atol=1e-5):
+                    return told == (axis == 1)
+    return False
+
+
+def _follows(target: Tensor, tokens: Tensor, ignored: int) -> bool:
+    """Whether targets [B, T] are the tokens, or those that follow."""
+    width, length = target.shape[1], tokens.shape[1]
+    for move in (0, 1):
+        n = min(width, length - move)
+        left, right = target[:, :n], tokens[:, move : move + n]
+        counts = left != ignored
+        if int(counts.sum()) >= ENOUGH and float((left == right)[counts].float().mean()) >= SURE:
+            return True
+    return False
 
 
 def _as_rows(x: Tensor, batch: int, bench: Bench) -> Tensor:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowscope.errors import CannotJudgeError
+from flowscope.model.nested import nested_tensors
 from flowscope.trials.bench import Bench
 from flowscope.trials.criteria import CLASSES, LABELS, VALUES, Criterion, Widened, criteria
 from flowscope.trials.trial import Trial, TrialFinding
 
 HIGH = 1.5
 """A loss above so many times what guessing gives is told."""
+OFF = 0.01
+"""Probabilities add up to 1 within this."""
 _PROBABILITIES = frozenset({"Softmax", "Sigmoid"})
 
 
@@ -38,6 +43,7 @@ class LossStart(Trial):
         if not found and not widened:
             raise CannotJudgeError("the loss calls no loss function of torch")
         told = [*map(self._widened, widened)]
+        told += self._axes(bench, found)
         told += [finding for one in found if (finding := self._doubled(one)) is not None]
         yield from dict.fromkeys(told)
         if not told:
@@ -51,6 +57,14 @@ class LossStart(Trial):
         message = f"{one.name} of {shapes} broadcasts each output against each target"
         return self.failed("", message, "give both one shape: output.squeeze(-1), or target.unsqueeze(-1)")
 
+    def _axes(self, bench: Bench, found: Sequence[Criterion]) -> Iterable[TrialFinding]:
+        """Outputs whose class axis is not that of the loss."""
+        with contextlib.suppress(CannotJudgeError):
+            for one in found:
+                if any(_reinterpreted(one, call.output) for call in bench.calls()):
+                    message = f"the outputs were viewed as {list(one.input.shape)}, which mixes classes and positions"
+                    yield self.failed("", message, "move the axis of the classes (transpose, movedim), then reshape")
+
     def _doubled(self, one: Criterion) -> TrialFinding | None:
         """A softmax or sigmoid too many, or too few."""
         made = one.made_by()
@@ -61,6 +75,9 @@ class LossStart(Trial):
         if one.name == "nll_loss" and made in _PROBABILITIES:
             message = f"nll_loss takes logarithms of probabilities and is given probabilities (of {made.lower()})"
             return self.failed("", message, "use log_softmax, or cross_entropy on the outputs before it")
+        if one.name == "nll_loss" and made == "LogSoftmax" and (total := _total(one)) is not None:
+            message = f"the probabilities that nll_loss is given add up to {total:.3g} over the classes, not to 1"
+            return self.failed("", message, "take log_softmax over the classes' axis (dim=-1 before flattening)")
         if one.name == "nll_loss" and not made.startswith("Log"):
             positive = bool((one.input.detach() > 0).any())
             if positive:
@@ -103,6 +120,28 @@ def _implied(one: Criterion) -> str:
         return f"{one.name} of {list(one.input.shape)}"
     words = {CLASSES: f"log of {one.classes if one.kind == CLASSES else 0} classes", LABELS: "log 2"}
     return f"{words.get(one.kind, 'the variance of the targets')} is {guess:.4g}"
+
+
+def _total(one: Criterion) -> float | None:
+    """What the probabilities of one answer add up to, the worst; None where it is 1."""
+    totals = one.input.detach().double().exp().sum(one.class_axis)
+    worst = totals.flatten()[(totals - 1).abs().argmax()]
+    return float(worst) if float((worst - 1).abs()) > OFF else None
+
+
+def _reinterpreted(one: Criterion, output: Any) -> bool:
+    """Whether outputs [.., T, C] were viewed as [.., C, T], or [B, C, ..] as [N, C]: numbers in place, axes not."""
+    if one.kind != CLASSES or one.input.dim() < 2:
+        return False
+    values, classes = one.input.detach(), one.classes
+    for made in nested_tensors(output):
+        if made.dim() < 3 or made.numel() != values.numel() or made.shape == values.shape:
+            continue
+        last = made.shape[-1] == classes and made.shape[1] != classes and values.dim() > 2
+        second = made.shape[1] == classes and made.shape[-1] != classes and values.dim() == 2
+        if (last or second) and torch.equal(made.detach().reshape(-1), values.reshape(-1)):
+            return True
+    return False
 
 
 def _twice(x: Tensor) -> bool:

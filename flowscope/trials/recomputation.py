@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from flowscope.errors import CannotJudgeError
 from flowscope.model.nested import nested_tensors
 from flowscope.torch_internals import in_backward
 from flowscope.trials.bench import Bench, Seen
+from flowscope.trials.kept import put_back
 from flowscope.trials.trial import Trial, TrialFinding
 
 _DRAWS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
@@ -45,6 +46,12 @@ class Recomputation(Trial):
         if draws.new_in_backward:
             yield self._failed(_block(replayed[0]), "a function that draws random numbers")
             return
+        if (twice := _changed_again(bench)) is not None:
+            message = f"backward's replay changes {twice} once more: each batch counts twice there"
+            yield self.noted(
+                twice.rpartition(".")[0], message, "leave layers with running statistics out of checkpoints"
+            )
+            return
         yield self.passed(f"{len(replayed)} modules ran again in backward, each with the result of its first run")
 
     def _failed(self, block: str, inner: str) -> TrialFinding:
@@ -74,6 +81,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._drawn[key] += 0 if backward else 1
                 self.new_in_backward += backward and not self._drawn[key]
         return result
+
+
+def _changed_again(bench: Bench) -> str | None:
+    """The first floating-point buffer that is another one after backward than after the forward pass."""
+
+    def after(run: Callable[[Any], object]) -> dict[str, Tensor]:
+        with put_back(bench.model), bench.alike():
+            run(bench.batches[0])
+            return {n: b.detach().clone() for n, b in bench.model.named_buffers() if b.is_floating_point()}
+
+    once, whole = after(bench.loss), after(lambda batch: bench.loss(batch).backward())  # type: ignore[no-untyped-call]
+    return next((n for n, b in once.items() if n in whole and not torch.allclose(b, whole[n], equal_nan=True)), None)
 
 
 def _equal(a: Seen, b: Seen) -> bool:

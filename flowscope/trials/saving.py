@@ -7,9 +7,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowscope.errors import CannotJudgeError
 from flowscope.torch_internals import leaves_below
 from flowscope.trials.bench import Bench, batch_tensors
 from flowscope.trials.layout import first_that_differs
@@ -31,6 +33,8 @@ class Saving(Trial):
         model, call = bench.model, bench.calls()[0]
         leaves = self._kept_leaves(bench)
         before = bench.look(call)
+        if first_that_differs(before[-1:], bench.look(call)[-1:], _whole) is not None:
+            raise CannotJudgeError("the same input gives different outputs in evaluation mode (see determinism)")
         saved = io.BytesIO()
         torch.save(model.state_dict(), saved)
         saved.seek(0)
@@ -48,8 +52,8 @@ class Saving(Trial):
             yield self._lost(model, lost)
             return
         after = bench.look(call)
-        if first_that_differs(before[-1:], after[-1:], lambda x: x) is not None:
-            first = first_that_differs(before, after, lambda x: x)
+        if first_that_differs(before[-1:], after[-1:], _whole) is not None:
+            first = first_that_differs(before, after, _whole)
             where = first.path if first is not None else ""
             message = f"saved and loaded again, the model gives another output, first at {where or 'the model'}"
             yield self.failed(where, message, "look there for weights that are tied, or changed by load_state_dict")
@@ -93,9 +97,22 @@ class Saving(Trial):
         before = {name: t.detach().clone() for name, t in unsaved.items()}
         bench.gradients(bench.batches[0])
         now = dict(_unsaved(bench.model))
-        return [
-            n for n, t in now.items() if n in before and t.shape == before[n].shape and not torch.equal(t, before[n])
-        ]
+        changed = [n for n, t in now.items() if n in before and t.shape == before[n].shape]
+        changed = [n for n in changed if not torch.equal(now[n], before[n])]
+        return changed if changed and _reads(bench, [now[n] for n in changed], [before[n] for n in changed]) else []
+
+
+def _reads(bench: Bench, now: list[Tensor], before: list[Tensor]) -> bool:
+    """Whether an evaluation differs with the values of before: what is kept to be looked at is no state."""
+    with_new = bench.look(bench.calls()[0])
+    with torch.no_grad():
+        for tensor, value in zip(now, before, strict=True):
+            tensor.detach().copy_(value)
+    return first_that_differs(with_new[-1:], bench.look(bench.calls()[0])[-1:], _whole) is not None
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
 
 
 _INDEXED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -128,6 +145,11 @@ def _tensors(path: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
         yield path, value
     elif isinstance(value, nn.Module):
         yield from ((f"{path}.{name}", t) for name, t in (*value.named_parameters(), *value.named_buffers()))
+    elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.writeable:
+        yield path, torch.from_numpy(value)
+    elif isinstance(getattr(value, "__dict__", None), dict) and depth == DEEPEST and not isinstance(value, type):
+        for name, item in vars(value).items():
+            yield from _tensors(f"{path}.{name}", item, 0)
     elif depth and isinstance(value, (list, tuple, dict)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:

@@ -21,6 +21,8 @@ from flowscope.trials.criteria import Listener
 
 LONGEST = 20_000
 """Events between two backward passes; a longer tape is thrown away."""
+MOST = 20_000
+"""Forward passes with gradient before a step: a script that makes more never will (a long rollout makes thousands)."""
 _SILENT = frozenset(
     {"backward", "__get__", "__set__", "requires_grad_", "item", "tolist", "register_hook", "retain_grad"}
 )
@@ -104,11 +106,17 @@ class Tape:
 
     Args:
         scale: the GradScaler's scale, asked at each backward.
+        tired: called when models have run so often that no step is to be expected any more.
+
+    Attributes:
+        recorded: what led to each backward pass since the last step.
+        passes: how often models have run with gradient since then.
     """
 
-    def __init__(self, scale: Callable[[], float] = lambda: 1.0) -> None:
+    def __init__(self, scale: Callable[[], float] = lambda: 1.0, tired: Callable[[], None] = lambda: None) -> None:
         self.recorded: list[Recorded] = []
-        self._scaling = scale
+        self.passes = 0
+        self._scaling, self._tired = scale, tired
         self._models: list[nn.Module] = []
         self._handles: list[Any] = []
         self._inside = 0
@@ -141,6 +149,12 @@ class Tape:
             self.recorded.append(Recorded(self._events, self._constants, loss, self._scaling(), chance))
         self.drop()
 
+    def taken(self) -> list[Recorded]:
+        """What was recorded for a step that begins now; nothing is left."""
+        taken, self.recorded, self.passes = self.recorded, [], 0
+        self.drop()
+        return taken
+
     def drop(self) -> None:
         """Forget what was heard since the last backward pass."""
         self._silence()
@@ -151,6 +165,9 @@ class Tape:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._inside == 0:
             self._silence()
+            self.passes += torch.is_grad_enabled()
+            if self.passes > MOST:
+                self._tired()
             if self._chance is None:
                 self._chance = torch.get_rng_state()
         self._inside += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from flowscope.errors import CannotJudgeError
 from flowscope.trials.bench import Bench
 from flowscope.trials.criteria import CLASSES, Criterion, criteria
-from flowscope.trials.layout import are_tokens, given
+from flowscope.trials.layout import SHORTEST, are_tokens, given, tokens_of
+from flowscope.trials.padding import find_padding
 from flowscope.trials.trial import Trial, TrialFinding
 
 EXPECTED = 20
@@ -19,6 +21,9 @@ SEQUENCES = 2
 """Targets of so many axes are tokens: many of a vocabulary are never used."""
 MOSTLY = 0.9
 """A larger share of ignored targets is told; masked language models learn from 15 %."""
+
+PADDED = 0.05
+"""A larger share of padding among the targets that count is told."""
 
 
 class Targets(Trial):
@@ -38,6 +43,7 @@ class Targets(Trial):
         sequences = _of_sequences(bench)
         for width in sorted({one.classes for one in classes}):
             told += self._classes([one for one in classes if one.classes == width], width, sequences)
+        told += self._padding(bench, classes)
         others = [one.target.detach() for one in found if one.kind != CLASSES]
         if (
             others
@@ -47,6 +53,23 @@ class Targets(Trial):
             message = f"all targets are {float(others[0].flatten()[0]):.4g}"
             told.append(self.failed("", message, "look at where targets are read: a column of zeros, a wrong key"))
         yield from told or [self.passed(f"the targets of {len(found)} losses differ, and count")]
+
+    def _padding(self, bench: Bench, found: Sequence[Criterion]) -> Iterable[TrialFinding]:
+        """Targets that count and are the token of padding, where that stands nowhere else."""
+        call = bench.calls()[0]
+        tokens = tokens_of(call)
+        with contextlib.suppress(CannotJudgeError):
+            padding = find_padding(bench, call)
+            if tokens is None or not padding.where.any() or bool((tokens[~padding.where] == padding.token).any()):
+                return
+            of_tokens = [one for one in found if one.classes > int(tokens.max()) and _is_sequence(one, tokens)]
+            counted = torch.cat([one.counted.cpu() for one in of_tokens] or [torch.zeros(0)])
+            count = int((counted == padding.token).sum())
+            # each row may end in one: the end of a text is often the same token
+            if count > sum(tokens.shape[0] for _ in of_tokens) and count > PADDED * counted.numel():
+                message = f"{count} of the {counted.numel()} targets that count are padding (token {padding.token})"
+                advice = "set labels of padding to ignore_index (-100), unless writing it is to be learned"
+                yield self.noted("", f"{message}, known from {padding.known}", advice)
 
     def _classes(self, found: Sequence[Criterion], width: int, sequences: bool) -> Iterable[TrialFinding]:
         counted = torch.cat([one.counted.cpu() for one in found])
@@ -82,6 +105,11 @@ class Targets(Trial):
         rows = target.dim() < SEQUENCES and counted.numel() / width >= EXPECTED and width <= counted.numel()
         sequence = target.dim() >= SEQUENCES or width > 256
         return self.failed("", message, advice) if rows and not sequence else self.noted("", message, advice)
+
+
+def _is_sequence(one: Criterion, tokens: Tensor) -> bool:
+    """Whether a loss has a target for (nearly) each token."""
+    return one.target.numel() >= tokens.shape[0] * max(SHORTEST, tokens.shape[1] // 2)
 
 
 def _of_sequences(bench: Bench) -> bool:

@@ -55,6 +55,9 @@ class TrainEval(Trial):
         """One finding: the first module, in the order of the pass, that behaves otherwise."""
         call = bench.calls()[0]
         evaluated = bench.look(call)
+        yield from self._mode(bench)
+        if first_that_differs(evaluated[-1:], bench.look(call)[-1:], _whole) is not None:
+            raise CannotJudgeError("the same input gives different outputs in evaluation mode (see determinism)")
         for where, gain, whole in _gains(bench, call):
             message = f"in training {where} returns on average {gain:.3g} times what it returns in evaluation"
             advice = "divide what is kept by 1 - p in training, as nn.Dropout does"
@@ -65,7 +68,7 @@ class TrainEval(Trial):
             else:
                 yield self.failed(where, message, advice)
             return
-        moved: set[str] = set()
+        moved: dict[str, Tensor] = {}
         trained, again = self._trained(bench, call, 0, moved), self._trained(bench, call, 1, moved)
         if len(trained[-1].tensors) != len(evaluated[-1].tensors):
             yield self.noted(
@@ -86,17 +89,37 @@ class TrainEval(Trial):
         message = (
             f"in training {name_of(first)} returns something else than in evaluation, and no dropout or norm is it"
         )
-        if first.path in moved:
+        owners = {display_path(name.rpartition(".")[0]) for name in moved}
+        if any(_lies_in(first.path, owner) for owner in owners) or self._by_moving(bench, call, moved, trained):
             advice = "right for averages that it uses as it updates them; else update them after they are read"
-            yield self.noted(first.path, f"{message}; it changes its own buffers", advice)
+            yield self.noted(first.path, f"{message}; the pass changes buffers that it reads", advice)
             return
         yield self.failed(first.path, message, "look there for self.training, or averaged weights")
 
+    def _mode(self, bench: Bench) -> Iterable[TrialFinding]:
+        """A model that is trained in evaluation mode, though it has layers that this switches off."""
+        off = [path for path, module in bench.model.named_modules() if _is_of_training(module) and not module.training]
+        if not bench.model.training and off:
+            message = f"the model is in evaluation mode in training: {len(off)} dropout and batch norm layers are off"
+            advice = "call model.train() before training goes on (after an evaluation, or from_pretrained)"
+            yield self.noted("", f"{message}, first {off[0]}", advice)
+
     @staticmethod
-    def _trained(bench: Bench, call: Call, seed: int, moved: set[str]) -> list[Seen]:
+    def _by_moving(bench: Bench, call: Call, moved: dict[str, Tensor], trained: list[Seen]) -> bool:
+        """Whether an evaluation with the buffers that training left gives what training gave."""
+        buffers = dict(bench.model.named_buffers())
+        with put_back(bench.model), torch.no_grad():
+            for name, value in moved.items():
+                if name in buffers and buffers[name].shape == value.shape:
+                    buffers[name].copy_(value)
+            evaluated = bench.look(call)
+        return bool(moved) and first_that_differs(evaluated[-1:], trained[-1:], _whole, 4096.0) is None
+
+    @staticmethod
+    def _trained(bench: Bench, call: Call, seed: int, moved: dict[str, Tensor]) -> list[Seen]:
         """What modules return in training mode, dropout and normalisation layers apart.
 
-        Modules that write into buffers of their own are added to `moved`.
+        Buffers that the pass changed are added to `moved`, by name.
         """
         part = bench.model.get_submodule(call.part)
         quiet = modes(bench.model, lambda module: not _is_quiet(module))
@@ -104,8 +127,8 @@ class TrainEval(Trial):
         with put_back(bench.model), quiet, torch.no_grad(), bench.alike(seed), _NoDropout():
             seen = bench.seen(lambda: part(*call.args, **call.kwargs))
             for name, buffer in bench.model.named_buffers():
-                if name in before and not torch.equal(buffer, before[name]):
-                    moved.add(display_path(name.rpartition(".")[0]))
+                if name in before and buffer.is_floating_point() and not torch.equal(buffer, before[name]):
+                    moved[name] = buffer.detach().clone()
         return seen
 
 
@@ -152,6 +175,12 @@ def _gains(bench: Bench, call: Call) -> Iterable[tuple[str, float, bool]]:
             yield display_path(path), gain, bool((lost | (x == 0)).all(-1).eq(lost.any(-1)).all())
 
 
+def _is_of_training(module: nn.Module) -> bool:
+    """Whether a layer drops something, or takes statistics of the batch, in training mode."""
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
@@ -161,6 +190,10 @@ def _is_quiet(module: nn.Module) -> bool:
     kinds = [type(module), *(type(hook) for hook in module._forward_pre_hooks.values())]
     named = any(word in kind.__name__.lower() for kind in kinds for word in _QUIET)
     return named and not any(True for _ in module.children())
+
+
+def _lies_in(path: str, parent: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")
 
 
 def _whole(x: Tensor) -> Tensor:

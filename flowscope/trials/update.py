@@ -20,6 +20,8 @@ LOST = 0.9
 """Where a larger share of a narrow tensor's numbers stays as it was, its update is rounded away."""
 SMALL = 0.01
 """Rounding moves a tensor by less than this share of its norm."""
+MORE = 1.5
+"""So many times what a checkpoint had trained is told."""
 NORM_LIKE = 1
 """Parameters of so many axes at most (gains, biases) do not want decay."""
 
@@ -52,7 +54,20 @@ class Update(Trial):
         if not any(finding.status == "fail" for finding in found):
             found.insert(0, self.passed(f"{len(moved)} parameters moved as their optimizer says"))
         yield from found
+        yield from self._between(bench)
         yield from self._decay(bench, names)
+
+    def _between(self, bench: Bench) -> Iterable[TrialFinding]:
+        """What else than the optimizer changed parameters between two steps of the loop."""
+        changed = bench.step.changed if bench.step is not None else {}
+        if changed:
+            first, left = min(changed.items(), key=lambda one: one[1])
+            message = f"{len(changed)} parameters change outside of the optimizer's step, first {first}, of whose step "
+            message += f"{left:.2g} is left when the next one begins"
+            advice = (
+                "right for weights that are clipped or normalised; an average is copied from the model, not into it"
+            )
+            yield self.noted(first, message, advice)
 
     def _held(self, bench: Bench, names: dict[int, str]) -> Iterable[TrialFinding]:
         held = Counter(id(p) for o in bench.optimizers for group in o.param_groups for p in group["params"])
@@ -79,6 +94,19 @@ class Update(Trial):
         elif free < total:
             message = f"{free / total:.1%} of the model's {total} numbers are trainable"
             yield self.noted("", message, "nothing to do if that is meant; compare with the checkpoint's when resuming")
+        yield from self._resumed(bench, model, free)
+
+    def _resumed(self, bench: Bench, model: dict[str, torch.nn.Parameter], free: int) -> Iterable[TrialFinding]:
+        """Far more that is trainable than the checkpoint had trained."""
+        trained = bench.resumed.trained if bench.resumed is not None else frozenset()
+        before = sum(model[n].numel() for n in trained if n in model)
+        if before and free > MORE * before:
+            message = f"{free} numbers are trainable, {free / before:.3g} times those of the checkpoint ({before})"
+            advice = (
+                "freeze again what was frozen before (requires_grad_(False) on the base), unless more is to be trained"
+            )
+            first = next(n for n, p in model.items() if p.requires_grad and n not in trained)
+            yield self.noted(first, message, advice)
 
     def _movement(self, moved: list[Moved]) -> Iterable[TrialFinding]:
         resting: dict[str, list[str]] = {"not": [], "rounded": [], "decay": [], "twice": [], "rate": []}

@@ -1,0 +1,178 @@
+"""What `flowscope check` sees of a loop besides its batches: changes between steps, and what a run before left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_check_command import started
+from torch import Tensor, nn
+from trial_models import class_loss, classifier, rows
+
+from flowscope.trials.bench import Bench, Resumed, Step
+from flowscope.trials.between_steps import BetweenSteps, steps_before
+from flowscope.trials.sitting import chosen, run_trials
+
+
+def told(bench: Bench, trial: str) -> list[tuple[str, str, str]]:
+    return [(f.status, f.where, f.message) for f in run_trials(bench, chosen(only=[trial])).findings]
+
+
+def test_what_is_left_of_a_step_is_what_it_is_by_hand() -> None:
+    weight, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight, other], 1.0)
+    between = BetweenSteps()
+
+    def step() -> None:
+        between.begins(optimizer)
+        optimizer.step()
+        between.ended(optimizer)
+
+    weight.grad, other.grad = torch.tensor([-4.0, 0.0, 0.0, 0.0]), -torch.ones(3)
+    step()  # to (4, 0, 0, 0)
+    step()  # nothing came between
+    assert between.kept == {}
+    with torch.no_grad():
+        weight.copy_(torch.tensor([4.0, 3.0, 0.0, 0.0]))  # after the second step it was (8, 0, 0, 0), before it (4, ..)
+    step()
+    assert between.kept == {id(weight): pytest.approx(3 / 4)}
+
+
+def test_an_optimizers_state_tells_of_the_steps_before() -> None:
+    model = classifier()
+    optimizer = torch.optim.Adam([*model.parameters()])
+    assert steps_before(optimizer) == (0, set())
+    for _ in range(2):
+        class_loss(model[:1], (rows()[0][0], rows()[0][1])).backward()
+        optimizer.step()
+    assert steps_before(optimizer) == (2, {id(model[0].weight), id(model[0].bias)})
+
+
+def resumed(model: nn.Module, loader: Any, steps: int, first: Any) -> Bench:
+    names = frozenset(name for name, _ in model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = Step(rows()[:1], {})
+    return Bench(model, rows(), class_loss, [optimizer], step, [loader], Resumed(steps, names, first))
+
+
+@pytest.mark.parametrize(
+    ("steps", "shuffle", "place", "notes"),
+    [(13, False, 0, True), (12, False, 0, False), (13, True, 0, False), (13, False, 1, False), (0, False, 0, True)],
+    ids=["amid an epoch", "at its end", "in a drawn order", "elsewhere", "unknown"],
+)
+def test_a_run_that_goes_on_with_the_first_batch_again_is_noted(
+    steps: int, shuffle: bool, place: int, notes: bool
+) -> None:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=shuffle)  # six batches
+    first = tuple(x[8 * place : 8 * place + 8].clone() for x in data.tensors)
+    found = [
+        message for status, _, message in told(resumed(classifier(), loader, steps, first), "data") if status == "note"
+    ]
+    assert ["first of the epoch again" in message for message in found] == [True] * notes
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_more_that_is_trainable_than_the_checkpoint_had_trained_is_noted(frozen: bool) -> None:
+    model = classifier()
+    head = frozenset(name for name, _ in model.named_parameters() if name.startswith("2."))
+    if frozen:
+        model[0].requires_grad_(False)
+    bench = Bench(model, rows(), class_loss, [torch.optim.SGD(model.parameters(), 0.1)], resumed=Resumed(7, head, None))
+    total, held = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model[2].parameters())
+    found = [one for one in told(bench, "update") if "of the checkpoint" in one[2]]
+    if frozen:
+        assert found == []
+    else:
+        ((status, where, message),) = found
+        assert (status, where) == ("note", "0.weight")
+        assert f"{total} numbers are trainable, {total / held:.3g} times those of the checkpoint ({held})" in message
+
+
+RESUMES = """
+import argparse, torch
+from torch import Tensor, nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--skip", action="store_true")
+parser.add_argument("--partly", action="store_true")
+options = parser.parse_args()
+torch.manual_seed(0)
+base, head = nn.Linear(6, 200), nn.Linear(200, 3)
+model = nn.Sequential(base, nn.Tanh(), head)
+data = torch.utils.data.TensorDataset(torch.randn(80, 6), torch.randint(3, (80,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+if options.partly:
+    model.load_state_dict({"2." + name: value for name, value in head.state_dict().items()}, strict=False)
+else:
+    state = {n: {"step": torch.tensor(4.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.ones_like(p)}
+             for n, p in enumerate(model.parameters())}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+for number, (x, y) in enumerate(loader):
+    if options.skip and number < 4:
+        continue
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--skip"], ["--partly"]], ids=["anew", "skipped", "partly"])
+def test_a_script_that_resumes_is_known_by_what_it_loads(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "train.py").write_text(RESUMES)
+    done = started(tmp_path, "-m", "flowscope", "check", "--json", "--only", "data,update", "train.py", *options)
+    assert done.returncode == 0, done.stderr
+    notes = [one["message"] for one in json.loads(done.stdout) if one["status"] == "note"]
+    anew = [message for message in notes if "goes on after 4 steps, and its first batch" in message]
+    more = [
+        message
+        for message in notes
+        if "2003 numbers are trainable, 3.32 times those of the checkpoint (603)" in message
+    ]
+    assert (len(anew), len(more)) == {(): (1, 0), ("--skip",): (0, 0), ("--partly",): (0, 1)}[tuple(options)]
+
+
+def test_a_script_that_never_steps_is_ended_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+from torch import Tensor, nn
+from flowscope.trials import tape
+tape.MOST = 50
+model = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    model(torch.randn(4, 3)).sum().backward()
+"""
+    )
+    done = started(tmp_path, "-m", "flowscope", "check", "train.py")
+    assert done.returncode == 2
+    assert "train.py: it ran its models 50 times without a step and was ended after 0 optimizer steps" in done.stderr
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_clipping_before_the_last_micro_batch_is_told(after: int) -> None:
+    model, batches = classifier(), rows()
+    step = Step(batches, {}, clipped=True, norm=1.0, clipped_after=after)
+    ((_, _, message),) = told(Bench(model, batches, lambda m, b: class_loss(m, b) / 3, step=step), "accumulation")
+    assert ("clipped after 1 of 3 micro-batches" in message) == (after == 1)
+
+
+@pytest.mark.parametrize("viewed", [True, False])
+def test_logits_that_are_viewed_instead_of_transposed_are_told(viewed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    batches = [(torch.randn(4, 5, 6), torch.randint(3, (4, 5))) for _ in range(3)]
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        logits = m(batch[0])
+        return F.cross_entropy(logits.view(4, 3, 5) if viewed else logits.transpose(1, 2), batch[1])
+
+    ((status, _, message),) = told(Bench(model, batches, loss), "loss_start")
+    assert status == ("fail" if viewed else "pass")
+    assert ("were viewed as [4, 3, 5]" in message) == viewed
