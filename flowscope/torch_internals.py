@@ -99,6 +99,16 @@ def axis_of(node: Any) -> int | None:
     return axis if axis < 1 << 63 else axis - (1 << 64)
 
 
+NOT, MEAN, SUM = range(3)
+"""How a loss is reduced to one number, as its node keeps it."""
+
+
+def reduced_by(node: Any) -> int:
+    """How a loss's node reduced its terms; NOT where it does not say."""
+    reduction = getattr(node, "_saved_reduction", NOT)
+    return reduction if isinstance(reduction, int) else NOT
+
+
 def begun_from() -> list[Tensor]:
     """What the backward pass under way was called on: the loss. None for `torch.autograd.grad`, whose passes are none.
 

@@ -110,6 +110,15 @@ def test_a_step_that_replaces_the_weights_is_an_error_at_once():
     assert "0.1" in alert.message  # the learning rate
 
 
+def test_an_optimizer_that_looks_where_it_steps_may_overshoot_once():
+    """LBFGS evaluates the model itself: one step is no verdict, three are."""
+    once = [updates(s, 1.5 if s == 4 else 0.01, step_evaluations=[4.0]) for s in range(9)]
+    assert play(once) == []
+    assert told(play(updates(s, 1.5 if s >= 4 else 0.01, step_evaluations=[4.0]) for s in range(9))) == [
+        ("update_too_large", PARAMETERS[0], 6, "raised")
+    ]
+
+
 def test_one_tensor_that_keeps_doubling_is_told_at_the_third_record():
     alerts = play(updates(s, [0.01, 0.01, 1.5, 0.01, 0.01]) for s in range(8))
     assert told(alerts) == [("update_too_large", PARAMETERS[2], 2, "raised")]

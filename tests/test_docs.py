@@ -240,7 +240,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting() | built_in_forward() | playing() | returning_more()
+    names |= waiting() | built_in_forward() | playing() | returning_more() | evaluating()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -269,6 +269,22 @@ def playing() -> set[str]:
             (nets["critic"](inputs) - torch.ones(5)).square().mean().backward()
             optimizer.step()
     return {*scope.records[0].metrics}
+
+
+def evaluating() -> set[str]:
+    """The metric names of a step in which the optimizer runs the model several times."""
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batches()[0][0]).square().mean()
+        loss.backward()
+        return loss
+
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        optimizer.step(closure)
+    return {split_key(key)[0] for key in scope.records[0].metrics}
 
 
 class Coupling(torch.nn.Module):

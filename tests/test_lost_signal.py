@@ -55,6 +55,18 @@ def test_a_margin_that_is_kept_is_an_info() -> None:
     assert alert[:2] == ("no_signal", "info")
 
 
+def test_returns_that_become_equal_once_the_policy_always_wins_are_an_info() -> None:
+    """The loss is about 0 all along, and its gradient fades before it is exactly 0."""
+
+    def centred(model: nn.Module, step: int) -> Tensor:
+        x, y = rows(step)
+        chance = model(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        size = (1.0 if step < 6 else 0.01) * (step < LOST_AT)
+        return -((chance - chance.detach()) * size * (x[:, 0] - x[:, 0].mean()) + 0.01 * size).mean()
+
+    assert told(centred) == [("no_signal", "info", LOST_AT + 2)]
+
+
 def test_batches_without_signal_between_others_say_nothing() -> None:
     assert told(lambda model, step: masked(model, 0) * (step % 3 == 0)) == []
 

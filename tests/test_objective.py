@@ -64,6 +64,9 @@ def binary(model: nn.Module) -> Tensor:
         # InfoNCE guesses among the samples of the batch, however wide the embedding is
         (lambda: net(C), lambda m: functional.cross_entropy(m(X) @ m(OTHER).T, torch.arange(B)), B),
         (lambda: net(1), lambda m: functional.mse_loss(m(X)[:, 0], TARGETS), None),
+        (lambda: net(C), lambda m: functional.cross_entropy(m(X), LABELS, reduction="none").mean(), C),
+        # what guessing costs is log C times the terms of the sum
+        (lambda: net(C), lambda m: functional.cross_entropy(m(X), LABELS, reduction="sum"), None),
         (lambda: net(C), lambda m: entropy(m) + functional.cross_entropy(m(OTHER), LABELS), None),  # levels add up
     ],
 )

@@ -71,6 +71,33 @@ def test_among_several_players_a_signal_is_a_note_whatever_the_loss_does() -> No
     assert "warning" in {how for _, _, how in raised(play(course(RISES)))}
 
 
+def test_a_fall_below_all_of_its_noise_is_progress_over_two_hundred_steps() -> None:
+    """By 4 % over a high floor (the entropy of the images themselves): 60 noisy losses in a row may not show it."""
+    noise = 0.02 * np.random.default_rng(3).standard_normal(300)
+    told = {}
+    for name, losses in (("falls", 2.0 - 3e-4 * np.arange(300) + noise), ("stands", 2.0 + noise)):
+        series = course(losses)
+        for item in series:
+            item.metrics["saturation"] *= item.step >= 150
+        told[name] = {(kind, how) for kind, _, how in raised(play(series))}
+    assert told == {"falls": {("saturation", "info")}, "stands": {("saturation", "warning")}}
+
+
+@pytest.mark.parametrize(
+    ("began", "losses", "severity"), [(1e-4, FALLS, "info"), (1e-4, STANDS, "warning"), (0.9, FALLS, "warning")]
+)
+def test_samples_that_were_never_apart_are_a_note_while_the_loss_falls(
+    began: float, losses: np.ndarray, severity: str
+) -> None:
+    """A codebook of which one code is used at first; what came together under a loss that falls may fall by that."""
+    series = course(losses, share=0.0)
+    for item in series:
+        last = 1 - (began if item.step < 3 else 1e-4)
+        item.metrics["sample_cosine"] = np.array([0.2, 0.3, 0.3, 0.4, last, last, last])
+    told = {(kind, how) for kind, _, how in raised(play(series))}
+    assert told == {("representation_collapse", severity)}
+
+
 def test_an_error_stays_an_error() -> None:
     """A layer that is dead entirely, however well the rest learns."""
     series = course(FALLS, share=0.0)

@@ -335,6 +335,8 @@ def test_closures(kind: str) -> None:
             scope.step(loss=loss)
             record = scope.records[step]
             assert len(gradients) == (3 if kind == "lbfgs" else 1)
+            evaluations = record["step_evaluations"].tolist() if "step_evaluations" in record else None
+            assert evaluations == ([3.0] if kind == "lbfgs" else None)
             assert (record["backward_calls"] == len(gradients)).all()
             close_to(record["grad_norm"], norms(*gradients), rtol=2e-5)
             close_to(record["param_grad_norm"], [float(p.grad.norm()) for p in model.parameters()])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -218,7 +219,10 @@ class RepresentationCollapse(Detector):
             "in self-supervised training add the stop-gradient, the predictor or a variance term; else check the "
             "activation (no softmax between layers) and the initialisation"
         )
-        return self.found(point, last, 1 - limit, message, name, advice=advice, records=records, cause="samples")
+        found = self.found(point, last, 1 - limit, message, name, advice=advice, records=records, cause="samples")
+        # what was never apart was drawn together by no loss (a codebook of which one code is used at first)
+        never = self.state["widest"][name] < limit
+        return replace(found, symptom="ever") if never else found
 
     def _code(self, view: FlowView) -> Finding | None:
         """The end of an inner flow (what an encoder hands on) shrinks to nothing while the layer before it does not."""

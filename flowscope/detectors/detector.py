@@ -56,6 +56,7 @@ class Finding:
         immediate: raise at the first record (errors beyond doubt), without warm-up.
         records: how many records in a row raise it; None means `WatchConfig.warmup_records`.
         cause: tells apart two conditions of one kind in one flow; an alert stands once per (kind, flow, cause).
+        symptom: as in `Detector`, where this one is more of a symptom than its detector's others.
         level: "beyond" the limit; "near" it (not clean: an alert stays, none is raised); "unseen": this record cannot
             tell (the metric is missing), so nothing is counted.
     """
@@ -72,6 +73,7 @@ class Finding:
     records: int | None = None
     cause: str = ""
     level: Literal["beyond", "near", "unseen"] = "beyond"
+    symptom: Literal["", "at first", "ever"] = ""
 
     @property
     def key(self) -> AlertKey:

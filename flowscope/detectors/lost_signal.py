@@ -18,6 +18,8 @@ RECORDS = 3
 """Records in a row: single batches may hold nothing to learn."""
 LEARNED = 0.5
 """A loss that had fallen below this share of its start when the gradient vanished has nothing left to teach."""
+FADED = 0.1
+"""So had gradients that had come down to this share of the first: a policy that always wins has equal returns."""
 ENOUGH = 5
 """Losses other than 0, at the start and at the end, whose medians say so."""
 
@@ -42,6 +44,9 @@ class NoSignal(Detector):
         "silent": 0,
         "first": deque(maxlen=ENOUGH),
         "latest": deque(maxlen=ENOUGH),
+        # and the norms of all gradients together, other than 0
+        "large": deque(maxlen=ENOUGH),
+        "small": deque(maxlen=ENOUGH),
     }
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
@@ -55,11 +60,12 @@ class NoSignal(Detector):
             return
         if bool((seen != 0).any()) or bool(held.lost.any()):
             self.state["alive"], self.state["silent"] = True, 0
+            keep_ends(self.state["large"], self.state["small"], float(np.linalg.norm(seen)))
             return
         self.state["silent"] += 1
         if not self.state["alive"]:
             return  # `no_gradient` tells of it
-        learned = self._learned()
+        learned = came_down(self.state["first"], self.state["latest"], LEARNED) or self._faded()
         message = (
             f"the gradient of all {seen.size} parameters is exactly 0 in the last {self.state['silent']} records, "
             "though everything is connected: the loss has no signal"
@@ -71,12 +77,20 @@ class NoSignal(Detector):
     def _learn(self, record: Record) -> None:
         for loss in losses_of(record):
             if loss != 0:
-                first: deque[float] = self.state["first"]
-                if len(first) < ENOUGH:
-                    first.append(abs(float(loss)))
-                self.state["latest"].append(abs(float(loss)))
+                keep_ends(self.state["first"], self.state["latest"], abs(float(loss)))
 
-    def _learned(self) -> bool:
-        """Whether the loss had come down when it ended; also where no losses are known."""
-        first, latest = self.state["first"], self.state["latest"]
-        return len(first) < ENOUGH or median(latest) <= LEARNED * median(first)
+    def _faded(self) -> bool:
+        large, small = self.state["large"], self.state["small"]
+        return len(large) == ENOUGH and came_down(large, small, FADED)
+
+
+def keep_ends(first: deque[float], latest: deque[float], value: float) -> None:
+    """Keep the first and the latest values."""
+    if len(first) < ENOUGH:
+        first.append(value)
+    latest.append(value)
+
+
+def came_down(first: deque[float], latest: deque[float], share: float) -> bool:
+    """Whether what was kept had come down to a share of the start; also where too few are known."""
+    return len(first) < ENOUGH or median(latest) <= share * median(first)

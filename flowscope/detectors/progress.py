@@ -18,6 +18,8 @@ from flowscope.records import Record
 
 WINDOW = 60
 """So many of the last losses tell whether the loss falls or rises: their later half against their earlier one."""
+LONG = 200
+"""So many tell whether one falls that has a high floor beneath it (an image's own entropy), below all of its noise."""
 FEW = 20
 """With fewer losses nothing speaks against progress"""
 EARLY = 0.05
@@ -39,7 +41,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"best": math.inf, "count": 0, "rivals": 0, "classes": math.nan}
-        self.state |= {"first": deque(maxlen=FEW // 4), "last": deque(maxlen=WINDOW)}
+        self.state |= {"first": deque(maxlen=FEW // 4), "last": deque(maxlen=LONG)}
 
     def look(self, record: Record) -> None:
         """Learn from one more record."""
@@ -67,13 +69,14 @@ class Progress:
             return None
         if self.state["count"] < FEW:
             return bool(last[-1] != first[0] and median(last[-3:]) - first[0] <= EARLY * abs(first[0]))
-        early, late = last[: len(last) // 2], last[len(last) // 2 :]
-        error = SURE * math.hypot(pstdev(early), pstdev(late)) / math.sqrt(len(early))
-        fall, now = fmean(early) - fmean(late), median(late)
+        (fall, error), now = _fall(last[-WINDOW:]), median(last[-WINDOW // 2 :])
         if math.isfinite(self.state["classes"]) and now > math.log(max(2.0, self.state["classes"])):
             return False
         start, best = fmean(first), self.state["best"]
         learned = start - best > FELL * abs(start) and start - now > KEPT * (start - best)
+        if not learned and len(last) > 2 * WINDOW:
+            slow, noise = _fall(last)
+            learned = slow > 2 * noise
         return bool(fall > error or (learned and fall >= -error))
 
     def judge(self, findings: list[Finding], detector: Detector) -> list[Finding]:
@@ -81,13 +84,18 @@ class Progress:
 
         So are its signals (not outcomes) among several players, whose nets are strained by each other's play.
         """
-        if not detector.symptom or not any(f.severity == "warning" and f.level == "beyond" for f in findings):
+        if not any(f.severity == "warning" and f.level == "beyond" for f in findings):
             return findings
-        if detector.symptom == "at first":
+        return [self._noted(f, f.symptom or detector.symptom, detector) for f in findings]
+
+    def _noted(self, finding: Finding, symptom: str, detector: Detector) -> Finding:
+        if not symptom or finding.severity != "warning":
+            return finding
+        if symptom == "at first":
             excused = self.state["count"] < FEW and self.made
         else:
             excused = self.made or (detector.level == SIGNAL and self.state["rivals"] >= PLAYERS)
-        return [replace(f, severity="info") if excused and f.severity == "warning" else f for f in findings]
+        return replace(finding, severity="info") if excused else finding
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -97,3 +105,9 @@ class Progress:
         """Take over what `state_dict` returned."""
         for name, value in state.items():
             self.state[name] = unpack(value, self.state.get(name))
+
+
+def _fall(losses: list[float]) -> tuple[float, float]:
+    """By how much the later half of some losses lies below the earlier one, and `SURE` standard errors of that."""
+    early, late = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+    return fmean(early) - fmean(late), SURE * math.hypot(pstdev(early), pstdev(late)) / math.sqrt(len(early))

@@ -121,6 +121,8 @@ class UpdateTooLarge(Detector):
             yield from said(self.near(value > limit / self.config.release_factor))
             return
         certain = overall > limit or (started and relative[worst] > ENORMOUS * limit)
+        # an optimizer that looks where it steps (LBFGS) may overshoot once
+        certain = certain and "step_evaluations" not in record.metrics
         name, rate = parameter_name(record, header, worst), updates.rate[worst]
         at_rate = f" at a learning rate of {rate:.2g}" if np.isfinite(rate) else ""
         message = (

@@ -16,6 +16,7 @@ from flowscope.instruments.activation_shape import ActivationShape
 from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
+from flowscope.instruments.evaluations import Evaluations
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.input_checksum import InputChecksum
 from flowscope.instruments.instrument import Instrument, Taken
@@ -54,6 +55,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Parameters,
     Wiring,
     OptimizerAge,
+    Evaluations,
     Reach,
     Unregistered,
     MadeAnew,

@@ -24,7 +24,15 @@ from flowscope.model.hidden_state import floating_tensors, is_compiling
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
-from flowscope.torch_internals import axis_of, backward_under_way, begun_from, output_shape, sequence_number
+from flowscope.torch_internals import (
+    SUM,
+    axis_of,
+    backward_under_way,
+    begun_from,
+    output_shape,
+    reduced_by,
+    sequence_number,
+)
 
 NODES = 256
 """So many operations between loss and output are looked at, at most."""
@@ -248,7 +256,7 @@ class ObjectiveGraph:
     """What is between a loss and the model's output.
 
     Attributes:
-        classes: C of the one choice among classes, NaN where there is none or several.
+        classes: C of the one choice among classes, NaN where there is none or several, or its cost is a sum.
         misfit: an index of `MISFITS`.
         broadcast: the shape of an operand with one value a sample, (B,) or (B, 1), and (B, B), what it became.
         compares: whether outputs of several calls meet before they are summed up.
@@ -285,10 +293,11 @@ def read_graph(
     out = ObjectiveGraph()
     sides = Sides(starts, theirs)
     reached: dict[int, frozenset[int]] = {}
-    by_direction = False
+    by_direction = summed = False
     for node, parents in _between(root, ends):
         name, children = node.name(), _children(node)
         if name.startswith(CHOICE):
+            summed |= reduced_by(node) == SUM
             out.choices.append(_classes(name, children))
             out.misfit = out.misfit or _misfit(name, children)
         if out.broadcast is None:
@@ -308,7 +317,7 @@ def read_graph(
     # each output against a fixed one, by their directions, and several of them in one loss
     out.ends = reached[id(root)]
     out.compares |= by_direction and len(out.ends) > 1
-    if len(out.choices) == 1:
+    if len(out.choices) == 1 and not summed:  # a sum's level is that of guessing times its terms
         out.classes = float(out.choices[0])
     return out
 
