@@ -33,11 +33,24 @@ SPECS = {
     "gain": Metric("gain", "", scale="log", rows="blocks", of_gradient=True),
     "top_channel": Metric("top_channel", ""),
     "checksum": Metric("checksum", "", drawn=False),
+    "entropy": Metric("entropy", "", rows="modules"),
+    "param_norm": Metric("param_norm", "", scale="log", rows="parameters"),
+    "output_deviation": Metric("output_deviation", "", scale="log", rows="model", view="Depth"),
 }
+MODULES = tuple(f"blocks.{n}.attention" for n in range(DEPTH))
+PARAMETERS = ("embed.weight", *(f"{name}.qkv.weight" for name in MODULES), "head.weight")
 HEADER = RunHeader(
     "1",
     (FlowLayout("blocks", "blocks", POINTS, POINTS[1:]),),
-    {"act_rms": POINTS, "gain": POINTS[1:], "cosine": POINTS[1:], "top_channel": POINTS},
+    {
+        "act_rms": POINTS,
+        "gain": POINTS[1:],
+        "cosine": POINTS[1:],
+        "top_channel": POINTS,
+        "entropy": MODULES,
+        "param_norm": PARAMETERS,
+        "output_deviation": ("the whole model",),
+    },
     environment={"torch": "2.13.0"},
     metrics=SPECS,
     setup={"optimizers": [{"class": "AdamW", "groups": [{"lr": 1e-3, "parameters": ["w"]}]}], "seeds": {"torch": 1}},
@@ -59,6 +72,9 @@ def good_run(seed: int, change: Change | None = None, steps: Iterable[int] = STE
             "cosine": 0.8 + random.normal(0, 0.02, depth),
             "top_channel": random.integers(0, 512, depth + 1).astype(float),
             "checksum": random.normal(0, 1e9, 3),
+            "entropy": 2 + random.normal(0, 0.1, depth),
+            "param_norm": np.exp(random.normal(0, 0.01, depth + 2)),
+            "output_deviation": np.exp(random.normal(0, 0.05, 1)),
         }
         loss = {"loss": np.array([3 - math.log(1 + step) / 4 + random.normal(0, 0.05)])}
         if change is not None:
@@ -119,12 +135,13 @@ def test_of_exchangeable_runs_one_in_n_plus_one_parts_at_most(runs, heavy, tries
 
 def naive_judged(good: Sequence[Run], new: Run) -> tuple[list[float], list[float]]:
     """Scores of the new run and of the good ones, (a_j) and (b_j), one number after the other, in plain loops."""
-    keys = ["loss", "act_rms", "gain", "cosine", "top_channel"]
+    keys = ["loss", "act_rms", "gain", "cosine", "top_channel", "entropy", "param_norm", "output_deviation"]
+    logs = ("act_rms", "gain", "param_norm", "output_deviation")
     told = [[{**r.metrics, "loss": np.array([r.loss])} for r in run.records] for run in (*good, new)]
 
     def value(run: int, key: str, k: int, row: int, window: int) -> float:
         numbers = [told[run][k - w][key][row] for w in range(window)]
-        return sum(math.log(n) if key in ("act_rms", "gain") else n for n in numbers) / window
+        return sum(math.log(n) if key in logs else n for n in numbers) / window
 
     ours, theirs = [], []
     count = len(good)
@@ -140,7 +157,7 @@ def naive_judged(good: Sequence[Run], new: Run) -> tuple[list[float], list[float
                 overall = np.mean(list(variance.values()))
                 middle = {place: sorted(v) for place, v in cell.items()}
                 centre = {p: (v[(len(v) - 1) // 2] + v[len(v) // 2]) / 2 for p, v in middle.items()}
-                unit = 1.0 if key in ("act_rms", "gain", "cosine") else max(abs(c) for c in centre.values())
+                unit = 1.0 if key in (*logs, "cosine") else max(abs(c) for c in centre.values())
                 scale = {}
                 for k, r in cell:
                     near = [variance[q, s] for q in ends if abs(q - k) <= 1 for s in range(rows)]
@@ -238,6 +255,42 @@ def test_the_sentence_names_step_place_and_metrics_in_order():
     assert departure.certain
     assert departure.certified == 1 / 8
     assert [(one.metric, one.step) for one in departure.beyond[:3]] == [("act_rms", 340), ("loss", 370), ("gain", 370)]
+
+
+def where_of(**louder: tuple[slice, float]) -> str:
+    """The place that is told where rows of some metrics are so many times what they were, from the first step on."""
+
+    def change(step: int, values: dict[str, np.ndarray]) -> None:
+        for key, (rows, factor) in louder.items():
+            values[key][rows] *= factor
+
+    departure = group().judge(good_run(99, change).records)
+    assert departure is not None
+    return departure.where
+
+
+def test_the_place_is_what_comes_first_in_the_step():
+    fourth, behind = slice(4, 5), slice(4, None)
+    # act_rms has a point before the first block
+    assert where_of(act_rms=(behind, 3)) == "blocks.3"
+    assert where_of(act_rms=(behind, 2), cosine=(slice(5, None), 0.1)) == "blocks.3"  # the first, not the farthest
+    assert where_of(act_rms=(behind, 3), entropy=(slice(3, None), 0.1)) == "blocks.3.attention"  # the inner of two
+    assert (
+        where_of(act_rms=(behind, 3), param_norm=(fourth, 1.5)) == "blocks.3.attention.qkv.weight"
+    )  # nothing before it
+    assert where_of(output_deviation=(slice(None), 3), gain=(fourth, 0.1)) == "head"  # behind all blocks
+    assert where_of(loss=(slice(None), 3), gain=(slice(2, 7), 0.1)) == "blocks.6"  # the first from the output
+
+
+def test_weights_that_part_later_are_what_updates_made_of_them():
+    def change(step: int, values: dict[str, np.ndarray]) -> None:
+        if step >= 10:
+            values["param_norm"][4] *= 3
+            values["act_rms"][2] *= 3
+
+    departure = group().judge(good_run(99, change).records)
+    assert departure is not None
+    assert (departure.step, departure.where) == (10, "blocks.1")
 
 
 def test_runs_of_the_recipe_stay_in_the_corridor():

@@ -16,6 +16,8 @@ from flowscope.records import Array, Record
 
 LOSS = "loss"
 """The key of `Record.loss` among the curves."""
+PHASES = ("state", "forward", "output", "loss", "backward")
+"""What a step goes through: weights and settings, hidden states, the answer, the loss, gradients and updates."""
 MOST_STEPS, MOST_ROWS = 256, 64
 """So many steps of a run are judged, the first ones and then evenly spaced ones; rows beyond are joined in depth."""
 LEAST, MOST = 1e-30, 1e30
@@ -41,7 +43,7 @@ class Stack:
         values: [N, K, R].
         recorded: how many rows a record has; where that is more than R, each row is the mean of a stretch of them.
         labels: the paths of the rows, of a stretch the first; empty where the metric is one number.
-        backward: whether it is read behind the loss: a gradient, or what the optimizer makes of one.
+        phase: when in a step its numbers come about, one of `PHASES`.
         per_flow: whether the rows are a depth axis, so that a run of another depth can be laid beside.
         in_logs: whether the values are logarithms.
         unit: what a small deviation is small against; None: the values' own size.
@@ -52,10 +54,19 @@ class Stack:
     values: Array
     recorded: int
     labels: tuple[str, ...]
-    backward: bool = False
+    phase: str = "loss"
     per_flow: bool = False
     in_logs: bool = False
     unit: float | None = None
+
+
+def phase_of(spec: Metric) -> str:
+    """When in a step the numbers of a metric come about."""
+    if spec.of_gradient:
+        return "backward"
+    if spec.rows == "parameters":
+        return "state"
+    return "output" if spec.rows == "model" and spec.view == "Depth" else "forward"
 
 
 def comparable(spec: Metric) -> bool:
@@ -117,7 +128,7 @@ def stacked(runs: Sequence[Mapping[str, Curve]], specs: Mapping[str, Metric]) ->
         steps = sorted(shared)
         values = np.stack([curve.values[[curve.steps.index(step) for step in steps]] for curve in known])
         spec = spec_of(key, specs)
-        told = spec.of_gradient, spec.per_flow, spec.is_log, 1.0 if spec.is_log or spec.bounds else None
+        told = phase_of(spec), spec.per_flow, spec.is_log, 1.0 if spec.is_log or spec.bounds else None
         whole = Stack(key, tuple(steps), values, values.shape[2], known[0].labels, *(told if key != LOSS else ()))
         stacks.append(thinned(whole, MOST_STEPS, MOST_ROWS))
     return stacks

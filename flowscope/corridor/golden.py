@@ -34,7 +34,7 @@ GRAIN = 0.1
 """Values are kept in these parts of a row's usual deviation."""
 SIZES = ((64, 32), (48, 16), (32, 16), (24, 12), (16, 12), (16, 8), (12, 6), (8, 4), (6, 2), (4, 1))
 """Steps and rows of each metric, tried until the file fits."""
-TOLD = ("key", "steps", "recorded", "labels", "backward", "per_flow", "in_logs", "unit")
+TOLD = ("key", "steps", "recorded", "labels", "phase", "per_flow", "in_logs", "unit")
 MOST_GRAINS, MISSING = 32_000, -32_768
 """The largest number of grains, and what stands for a row that a run did not see."""
 LARGEST_ENTRY = 16_000

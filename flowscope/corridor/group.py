@@ -5,6 +5,7 @@ Axis letters: N good runs, K steps, R rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from flowscope.corridor.curves import LOSS, Stack, curves_of, joined_rows, numbers_of, stacked
+from flowscope.corridor.curves import PHASES, Stack, curves_of, joined_rows, numbers_of, stacked
 from flowscope.corridor.tournament import WINDOWS, Bounds, Judge, judge_of, whole_score
+from flowscope.detectors.rows import labels_of
 from flowscope.errors import FlowscopeError
-from flowscope.records import Array, Record, Run, RunHeader
+from flowscope.records import Array, FlowLayout, Record, Run, RunHeader
 from flowscope.sinks import read_run
 from flowscope.sinks.jsonl import FILE_NAME
 
@@ -35,23 +37,25 @@ class Beyond:
     Attributes:
         metric: its key.
         step: the first step at which it lay beyond.
-        where: the path of its row.
-        times: how many times as far off as the nearest of the good runs' limits.
+        where: the path of its row: of a depth axis the first in the order of the pass, else the farthest.
+        depth: the number of that place in its flow, counted from the input; infinite where it lies in none.
+        times: how many times as far off as the nearest of the good runs' limits, the farthest of its rows.
         chance: of that by the model.
-        backward: whether it is read behind the loss.
+        phase: one of `PHASES`.
     """
 
     metric: str
     step: int
     where: str
+    depth: float
     times: float
     chance: float
-    backward: bool
+    phase: str
 
     @property
     def order(self) -> tuple[int, int, float]:
-        """By step; in a step the forward pass before the loss before the backward pass; the farthest first."""
-        return self.step, 2 if self.backward else int(self.metric == LOSS), -self.times
+        """By step, in a step by phase, in a phase the farthest first."""
+        return self.step, PHASES.index(self.phase), -self.times
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,19 @@ class Departure:
 
     @property
     def where(self) -> str:
-        """The place in the metric that lies farthest off at the first step, of the forward pass where one does."""
+        """The place that comes first: of the first step's first phase that has one.
+
+        Weights and settings: the farthest off. Hidden states: the first from the input, and of two of which one holds
+        the other the inner. Gradients and updates: of flows the first from the output, else the farthest.
+        """
         placed = [one for one in self.beyond if one.step == self.step and one.where]
-        forward = [one for one in placed if not one.backward] or placed
-        return max(forward, key=lambda one: one.times).where if forward else ""
+        first = min((PHASES.index(one.phase) for one in placed), default=None)
+        found = [one for one in placed if PHASES.index(one.phase) == first]
+        if not found:
+            return ""
+        if PHASES[first or 0] == "forward":
+            return min(found, key=lambda one: (one.depth, -one.where.count("."), -one.times)).where
+        return max(found, key=lambda one: one.times).where
 
     @property
     def certified(self) -> float:
@@ -208,11 +221,11 @@ class Follower:
                 continue
             fitted = _fitted(values, judges[0].stack)
             if fitted is not None:
-                self._metric(record.step, judges, fitted)
+                self._metric(record, judges, fitted)
 
-    def _metric(self, step: int, judges: Sequence[Judge], values: Array) -> None:
+    def _metric(self, record: Record, judges: Sequence[Judge], values: Array) -> None:
         stack = judges[0].stack
-        number = stack.steps.index(step)
+        number = stack.steps.index(record.step)
         kept = self.state["recent"].get(stack.key)
         follows = kept is not None and kept["number"] == number - 1
         rows = np.vstack([kept["rows"], values])[-max(WINDOWS) :] if follows else values[None]
@@ -220,27 +233,59 @@ class Follower:
         for judge in judges:
             if len(rows) >= judge.window:
                 means = rows[-judge.window :].mean(axis=0)
-                self._beyond(step, stack, judge.deviations(means, number - judge.window + 1))
+                self._beyond(record, stack, judge.deviations(means, number - judge.window + 1))
 
-    def _beyond(self, step: int, stack: Stack, found: Array) -> None:
-        """Note the row of a metric that lies beyond all the good runs' limits, once, and once more when it is sure."""
-        bounds = self.corridor.bounds
+    def _beyond(self, record: Record, stack: Stack, found: Array) -> None:
+        """Note a metric of which a row lies beyond all the good runs' limits, once, and once more when it is sure."""
+        bounds, known = self.corridor.bounds, self.state["beyond"].get(stack.key)
         times = bounds.beyond(found)
-        row = int(np.argmax(times))
-        if times[row] <= 1:
+        rows = np.flatnonzero(times > 1)
+        if not rows.size or (known is not None and known["chance"] <= RATE):
             return
-        known, chance = self.state["beyond"].get(stack.key), bounds.chance_of(found[:, row])
-        if known is None or known["chance"] > RATE >= chance:
-            label = stack.labels[row] if row < len(stack.labels) else ""
-            first = step if known is None else known["step"]
-            told = {"where": label, "times": float(times[row]), "chance": chance, "backward": stack.backward}
-            self.state["beyond"][stack.key] = {"step": first, **told}
+        farthest = int(np.argmax(times))
+        chance = bounds.chance_of(found[:, farthest])
+        if known is not None and chance > RATE:
+            return
+        row = farthest if not stack.per_flow else int(rows[-1 if stack.phase == "backward" else 0])
+        where, phase = stack.labels[row] if row < len(stack.labels) else "", stack.phase
+        if phase == "output":
+            where = behind_all(record, self.corridor.header)
+        if phase == "state" and record.step > min(stack.steps):
+            phase = "backward"  # by now weights are what updates made of them
+        self.state["beyond"][stack.key] = {
+            "step": record.step if known is None else known["step"],
+            "where": where,
+            "depth": depth_of(where, self.corridor.header.flows),
+            "times": float(times[farthest]),
+            "chance": chance,
+            "phase": phase,
+        }
 
     @property
     def departure(self) -> Departure | None:
         """What has been found so far."""
         found = [Beyond(key, **told) for key, told in self.state["beyond"].items()]
         return Departure(tuple(sorted(found, key=lambda one: one.order)), self.corridor.runs) if found else None
+
+
+def depth_of(where: str, flows: Sequence[FlowLayout]) -> float:
+    """The number of a place in the flow that holds it: a block is behind its input; infinite where no flow holds it."""
+    path, _, side = where.partition(":")
+    path = path.partition("#")[0]
+    for flow in flows:
+        for number, block in enumerate(flow.blocks):
+            if path == block or path.startswith(f"{block}."):
+                return float(number if side else number + 1)
+        if path in flow.points:
+            return float(flow.points.index(path))
+    return math.inf
+
+
+def behind_all(record: Record, header: RunHeader) -> str:
+    """The module of the last parameter, where it lies behind the blocks: the head; else ""."""
+    labels = labels_of(record, header, "param_norm")
+    module = labels[-1].rpartition(".")[0] if labels else ""
+    return module if math.isinf(depth_of(module, header.flows)) else ""
 
 
 def _fitted(values: Array, stack: Stack) -> Array | None:
