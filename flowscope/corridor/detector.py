@@ -20,7 +20,6 @@ class PartedFromGroup(Detector):
     """A metric lies farther from the good runs than any of them did: a warning where that is certain, else a note."""
 
     kind = "parted_from_reference"
-    shown_by = ("act_rms", "gain", "param_norm")
     advice = (
         "compare what was changed since the good runs, beginning at this place and metric; where the change is wanted, "
         "make a new group of runs with it"
