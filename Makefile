@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench scripts corpus trials corridor harm screenshots depth-study clean
+.PHONY: demo test browser check format bench scripts corpus trials corridor harm rivals screenshots depth-study clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -56,6 +56,10 @@ harm: $(VENV)/.ready-dev
 # seeds of healthy programs judged by groups of good runs, and harmful changes: about 40 minutes on one core
 corridor: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.corridor --write docs/corridor.md
+
+# mutants, published errors and reports, by every column: about 45 minutes on one core; what was trained is kept
+rivals: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.rivals
 
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py
