@@ -93,8 +93,9 @@ def test_a_place_belongs_to_a_component(where: str, expected: str) -> None:
 
 
 def test_a_metric_or_a_phase_may_name_what_a_place_does_not() -> None:
-    assert component("transformer.h.1", metric="attention_entropy") == "attention"
-    assert component("", phase="loss") == "output"
+    assert component("", phase="loss") == component("", metric="loss") == "output"
+    assert component("", metric="output_deviation") == "output"
+    assert component("transformer.h.2", metric="output_deviation") == "residual"
     assert {labelled(one) for one in ("masking", "score", "kernel", "variant")} == {"attention"}
     assert labelled("ffn") == "ffn"
 
@@ -231,3 +232,12 @@ def test_a_run_is_kept_and_is_its_own_twin(school: Path) -> None:
     assert bare["weights"] == run["weights"]
     assert bare["losses"] == run["losses"]
     assert not answers.limits(folder).found
+
+
+def test_a_corridor_of_clean_seeds_tells_a_mutant_at_its_first_step(school: Path) -> None:
+    """Five runs certify no more than one in six, so a clean run may part too, but not as it begins."""
+    group = answers.group_of([made(school, CLEAN, seed) for seed in range(1, 6)])
+    told = answers.corridor(group, made(school, ZEROED, 0))
+    assert told.step == 0
+    assert component(told.where, told.metric) == "layernorm"
+    assert answers.corridor(group, made(school, CLEAN, 0), notes=True).step != 0

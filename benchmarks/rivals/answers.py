@@ -13,6 +13,7 @@ from torch import nn
 
 import flowscope
 from flowscope.config import WatchConfig
+from flowscope.corridor import Corridor
 from flowscope.detectors import DetectorSet
 from flowscope.records import Alert, Run
 from flowscope.sinks import read_run
@@ -64,19 +65,16 @@ def limits(folder: Path) -> Answer:
     return Answer(True, told[0].where, told[0].kind, told[0].step) if told else SILENT
 
 
-def corridor(group: Any, folder: Path, *, notes: bool = False) -> Answer:
+def corridor(group: Corridor, folder: Path, *, notes: bool = False) -> Answer:
     """Return whether the run parts from a group of clean seeds: as a warning, or with `notes` as a note, too."""
     departure = group.judge(records(folder).records)
     if departure is None or not (departure.certain or notes):
         return SILENT
-    first = departure.beyond[0]
-    return Answer(True, departure.where, str(departure), departure.step, metric=first.metric)
+    return Answer(True, departure.where, str(departure), departure.step, metric=departure.beyond[0].metric)
 
 
-def group_of(folders: Iterable[Path], name: str = "clean") -> Any:
+def group_of(folders: Iterable[Path], name: str = "clean") -> Corridor:
     """Return the corridor of the runs in some folders."""
-    from flowscope.corridor import Corridor
-
     return Corridor.of_runs(name, [records(folder) for folder in folders])
 
 

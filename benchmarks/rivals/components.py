@@ -3,7 +3,7 @@
 The operators' package knows twelve components. Four of them (mask, score, kernel, variant) are one place, the attention
 between its projections and its output: `attention` here, for every tool alike. The first rule that fits a path decides:
 
-    attention_* metrics           attention      whatever the path
+    output_* metrics, the loss    output         where no path is named
     lm_head, classifier, pooler   output
     position, wpe                 positional
     norm, ln_                     layernorm
@@ -13,7 +13,6 @@ between its projections and its output: `attention` here, for every tool alike. 
     mlp, intermediate, fc, ffn, output.dense     ffn
     what enters the first block   embedding
     a block as a whole            residual       the sum behind its branches
-    nothing, in the loss          output
 """
 
 from __future__ import annotations
@@ -41,12 +40,11 @@ INSIDE_ATTENTION = ("masking", "decoder_masking", "score", "kernel", "variant", 
 
 def component(where: str, metric: str = "", phase: str = "") -> str:
     """Return the component of a place, empty where it belongs to none."""
-    if metric.startswith("attention"):
-        return "attention"
     for pattern, name in PLACES:
         if re.search(pattern, where.lower()):
             return name
-    return "output" if phase == "loss" else ""
+    behind = phase == "loss" or metric == "loss" or metric.startswith("output")
+    return "output" if behind and not where else ""
 
 
 def labelled(declared: str) -> str:
