@@ -44,6 +44,7 @@ DOCUMENTS = (
     "docs/integrations.md",
     "docs/migration.md",
     "docs/detection.md",
+    "docs/rivals.md",
     "docs/scale.md",
     "docs/promises.md",
 )

@@ -94,8 +94,8 @@ def test_a_place_belongs_to_a_component(where: str, expected: str) -> None:
 
 def test_a_metric_or_a_phase_may_name_what_a_place_does_not() -> None:
     assert component("", phase="loss") == component("", metric="loss") == "output"
-    assert component("", metric="output_deviation") == "output"
-    assert component("transformer.h.2", metric="output_deviation") == "residual"
+    assert component("transformer.ln_f", metric="output_deviation") == "output"
+    assert component("transformer.ln_f", metric="act_rms") == "layernorm"
     assert {labelled(one) for one in ("masking", "score", "kernel", "variant")} == {"attention"}
     assert labelled("ffn") == "ffn"
 
@@ -109,6 +109,9 @@ def test_what_an_operator_changes_is_seen() -> None:
     # the package's pattern for feed-forward weights fits the projection behind the attention, too
     assert written(Mutant("", "FSW", "ffn", 5.0), bert) == {"ffn", "attention"}
     assert written(Mutant("", "OSL", "output", 5.0), gpt2) == {"output"}
+    # "layer" is in the path of every module of a BERT's blocks
+    within = {"residual", "attention", "qkv", "layernorm", "ffn"}
+    assert within <= written(Mutant("", "RSR", "residual", 5.0), bert) <= {*within, "embedding", "output"}
     assert all(parameter.requires_grad for parameter in bert.parameters())
 
 

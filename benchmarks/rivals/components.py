@@ -3,7 +3,7 @@
 The operators' package knows twelve components. Four of them (mask, score, kernel, variant) are one place, the attention
 between its projections and its output: `attention` here, for every tool alike. The first rule that fits a path decides:
 
-    output_* metrics, the loss    output         where no path is named
+    output_* metrics, the loss    output         first to part: what lies behind the last block, whatever its path
     lm_head, classifier, pooler   output
     position, wpe                 positional
     norm, ln_                     layernorm
@@ -35,16 +35,19 @@ PLACES = (
     (r"\.0:input$", "embedding"),
     (r"(\bh|layer|layers|blocks)\.\d+(:input)?$", "residual"),
 )
+MODULE = "()"
+"""Behind the path of a module, so that it is no parameter's."""
 INSIDE_ATTENTION = ("masking", "decoder_masking", "score", "kernel", "variant", "kv_cache")
 
 
 def component(where: str, metric: str = "", phase: str = "") -> str:
     """Return the component of a place, empty where it belongs to none."""
+    if phase == "loss" or metric == "loss" or metric.startswith("output"):
+        return "output"
     for pattern, name in PLACES:
         if re.search(pattern, where.lower()):
             return name
-    behind = phase == "loss" or metric == "loss" or metric.startswith("output")
-    return "output" if behind and not where else ""
+    return ""
 
 
 def labelled(declared: str) -> str:
@@ -58,7 +61,7 @@ def written(mutant: Mutant, model: nn.Module) -> set[str]:
     with mutant.injector(model):
         after = state(model)
         changed = [name for name, value in after.items() if differs(before.get(name), value)]
-    return {component(name) for name in changed} - {""}
+    return {component(name.removesuffix(MODULE)) for name in changed} - {""}
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def state(model: nn.Module) -> dict[str, Any]:
         name: (type(module).__name__, vars(module).get("forward"), getattr(module, "eps", None))
         for name, module in model.named_modules()
     }
-    return {**{f"{name}()": value for name, value in modules.items() if name}, **weights}
+    return {**{name + MODULE: value for name, value in modules.items() if name}, **weights}
 
 
 def differs(before: Any, after: Any) -> bool:
