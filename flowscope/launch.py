@@ -24,6 +24,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.faults import is_off
 from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
 from flowscope.sinks import ConsoleSink
+from flowscope.terminal import tell
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,10 +70,10 @@ class Launch:
             summary = self._guard(f"the summary of model {number + 1}", scope.summary)
             self._guard(f"the end of model {number + 1}", scope.close)
             if writes and summary is not None:
-                print(f"\n{summary}", file=sys.stderr)
+                tell(f"\n{summary}")
         last = f"the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
         if writes:
-            print(f"flowscope: {last if self.scopes else NOTHING_WATCHED}", file=sys.stderr)
+            tell(f"flowscope: {last if self.scopes else NOTHING_WATCHED}")
 
     # -- what the script constructs ------------------------------------------------------------------------------------
 
@@ -96,12 +97,12 @@ class Launch:
                 model,
                 log_dir=folder,
                 scaler=live[-1] if live else None,
-                # the script's stdout stays its own
-                sinks=[ConsoleSink(sys.stderr, records=False)],
+                # the script's stdout stays its own, also where it has no stderr
+                sinks=[] if sys.stderr is None else [ConsoleSink(sys.stderr, records=False)],
                 **self._options,
             )
         except FlowscopeError as error:
-            print(f"flowscope: {type(model).__name__} is not watched: {error}", file=sys.stderr)
+            tell(f"flowscope: {type(model).__name__} is not watched: {error}")
             return
         scope.automatic = True
         self.scopes.append(scope)
@@ -124,7 +125,7 @@ class Launch:
 
         @functools.wraps(backward)
         def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or loss.numel() != 1:
+            if torch.compiler.is_compiling() or not self._guard("the loss", _has_value, loss):
                 return backward(loss, *args, **kwargs)
             self._guard("the loss", self._backward_begins, loss)
             try:
@@ -154,11 +155,13 @@ class Launch:
             return call(*args)
         except Exception as error:
             self._failed.add(part)
-            print(
-                f"flowscope: {part} is not seen any more, the script goes on: {type(error).__name__}: {error}",
-                file=sys.stderr,
-            )
+            tell(f"flowscope: {part} is not seen any more, the script goes on: {type(error).__name__}: {error}")
             return None
+
+
+def _has_value(loss: Tensor) -> bool:
+    """Whether a loss is one real number; a complex one, or one of a model without values, is no point of a curve."""
+    return loss.numel() == 1 and not loss.is_complex() and not loss.is_meta
 
 
 # -- the script ------------------------------------------------------------------------------------------------------

@@ -248,6 +248,39 @@ def test_a_loss_that_is_no_number_does_not_end_the_script(tmp_path: Path) -> Non
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
+ODD = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+if "none" in sys.argv: sys.stderr = None
+net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def step(loss, **how):
+    optimizer.zero_grad(); loss.backward(**how); optimizer.step(); print(loss.detach())
+def plain(): return net(torch.randn(8, 6)).square().mean()
+step(plain())
+step(torch.complex(plain(), plain()), gradient=torch.tensor(1 + 1j))
+nn.Linear(2, 2, device="meta")(torch.zeros(2, 2, device="meta")).sum().backward()
+net.scale = nn.Parameter(torch.ones(3)); optimizer.add_param_group({"params": [net.scale]})
+step((net(torch.randn(8, 6)) * net.scale).square().mean())
+step(plain())
+if "close" in sys.argv: sys.stderr.close()
+"""
+
+
+@pytest.mark.parametrize("stderr", ["close", "none"])
+def test_odd_losses_joining_parameters_and_no_stderr(tmp_path: Path, stderr: str) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    alone = python("odd.py", stderr, cwd=tmp_path)
+    watched = python("-m", "flowscope", "run", "--every", "1", "--log-dir", "log", "odd.py", stderr, cwd=tmp_path)
+    assert (watched.returncode, watched.stdout) == (alone.returncode, alone.stdout) == (0, alone.stdout)
+    assert "Traceback" not in watched.stderr
+    losses = [record.loss for record in read_run(tmp_path / "log").records]
+    printed = [float(line[7:-1]) for line in alone.stdout.splitlines() if "j" not in line]
+    assert losses == [pytest.approx(printed[0], abs=1e-4), None, *(pytest.approx(one, abs=1e-4) for one in printed[1:])]
+
+
 def test_nothing_to_watch_is_said(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("print('done')")
     result = python("-m", "flowscope", "run", "none.py", cwd=tmp_path)
