@@ -183,8 +183,8 @@ def test_scores_are_those_of_plain_loops():
     departure = corridor.judge(new.records)
     assert departure is not None
     farthest = max(one.times for one in departure.beyond)
-    # the farthest number of act_rms is told when it is first seen: no farther than the run's whole score
-    assert 1 < farthest <= min(a / b for a, b in zip(ours, theirs, strict=True)) * (1 + 1e-9)
+    # the farthest number of act_rms is told when it is first seen: no farther than the run's whole score (fp32)
+    assert 1 < farthest <= min(a / b for a, b in zip(ours, theirs, strict=True)) * (1 + 1e-5)
 
 
 def test_the_model_is_t_on_the_logarithms_of_whole_run_scores():
@@ -338,7 +338,7 @@ def test_another_depth_is_laid_beside_by_relative_depth():
 
 def test_what_identifies_values_is_not_compared():
     assert "checksum" not in numbers_of(good_run(0).records[0])
-    assert "checksum" not in group().judges
+    assert "checksum" not in group().stacks
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_a_profile_of_many_large_runs_fits(tmp_path):
     file.write_bytes(packed(Corridor("large", HEADER, stacks)))
     assert file.stat().st_size <= MOST_BYTES
     corridor = opened(file)
-    assert (corridor.runs, len(corridor.judges)) == (19, 30)
+    assert (corridor.runs, len(corridor.stacks)) == (19, 30)
     new = [Record(k, None, {name: random.normal(size=70) for name in names}) for k in range(40)]
     assert corridor.judge(new) is None
     for record in new:

@@ -1,7 +1,7 @@
 """A corridor of good runs: whether, when and where a run parts from the others of its recipe, at a rate that is known.
 
     opened(reference)       the corridor of a folder of runs, or of a golden profile
-    Corridor                the group: `judge(records)` for a finished run; `Follower` for one under way
+    Corridor                the group: `judge(records)` for a finished run, `follow()` for one under way
     Departure               the first step and place at which a run parted, and in which metrics after that
     add, listed             golden profiles, of at most 50 kB
 
@@ -33,8 +33,9 @@ measured on programs that had no part in choosing it (docs/corridor.md). A run t
 chance it states is `RATE` or less, by N alone or by the model as well; else it is a note.
 """
 
+from flowscope.corridor.departure import Departure
 from flowscope.corridor.detector import PartedFromGroup, is_group, live, opened
 from flowscope.corridor.golden import add, listed
-from flowscope.corridor.group import Corridor, Departure
+from flowscope.corridor.group import Corridor
 
 __all__ = ["Corridor", "Departure", "PartedFromGroup", "add", "is_group", "listed", "live", "opened"]

@@ -18,7 +18,7 @@ LOSS = "loss"
 """The key of `Record.loss` among the curves."""
 PHASES = ("state", "forward", "output", "loss", "backward")
 """What a step goes through: weights and settings, hidden states, the answer, the loss, gradients and updates."""
-MOST_STEPS, MOST_ROWS = 256, 64
+MOST_STEPS, MOST_ROWS = 128, 64
 """So many steps of a run are judged, the first ones and then evenly spaced ones; rows beyond are joined in depth."""
 LEAST, MOST = 1e-30, 1e30
 """What a logarithm is taken of."""
@@ -80,8 +80,14 @@ def numbers_of(record: Record) -> dict[str, Array]:
     for key, values in record.metrics.items():
         spec = record.spec(key)
         if comparable(spec) and values.ndim == 1 and values.size:
-            found[key] = np.log(np.clip(values, LEAST, MOST)) if spec.is_log else np.clip(values, -MOST, MOST)
+            found[key] = logs_of(values) if spec.is_log else values
     return found
+
+
+def logs_of(values: Array) -> Array:
+    """Logarithms; what is zero, negative or infinite counts as very small or large."""
+    logs: Array = np.log(np.clip(values, LEAST, MOST))
+    return logs
 
 
 def joined_rows(values: Array, most: int) -> Array:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from flowscope.config import WatchConfig
 from flowscope.corridor import golden
-from flowscope.corridor.group import RATE, Corridor, Follower, read_group, runs_below
+from flowscope.corridor.departure import RATE
+from flowscope.corridor.group import Corridor, read_group, runs_below
 from flowscope.detectors.detector import Detector, Finding
 from flowscope.errors import FlowscopeError
 from flowscope.parting.differences import differences
@@ -24,7 +25,7 @@ class PartedFromGroup(Detector):
         "compare what was changed since the good runs, beginning at this place and metric; where the change is wanted, "
         "make a new group of runs with it"
     )
-    begins_with: ClassVar[dict[str, Any]] = {"beyond": {}, "recent": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"beyond": {}, "recent": None, "number": None}
 
     def __init__(self, corridor: Corridor, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -37,7 +38,7 @@ class PartedFromGroup(Detector):
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run; once parted it stays so."""
-        follower = Follower(self.corridor, self.state)
+        follower = self.corridor.follow(self.state)
         follower.look(record)
         departure = follower.departure
         if departure is None:

@@ -76,7 +76,7 @@ def packed(group: Corridor) -> bytes:
         FlowscopeError: it does not fit at all.
     """
     for steps, rows in SIZES:
-        data = _packed(group, [thinned(stack, steps, rows) for stack in group.stacks])
+        data = _packed(group, [thinned(stack, steps, rows) for stack in group.stacks.values()])
         if len(data) <= MOST_BYTES:
             return data
     raise FlowscopeError(f"golden: {group.name}: {len(data)} bytes at the least, more than {MOST_BYTES}: fewer runs.")

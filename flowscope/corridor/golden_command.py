@@ -12,8 +12,9 @@ import sys
 from typing import Any
 
 from flowscope.corridor import golden
+from flowscope.corridor.departure import Departure
 from flowscope.corridor.detector import changes, opened
-from flowscope.corridor.group import Corridor, Departure
+from flowscope.corridor.group import Corridor
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run

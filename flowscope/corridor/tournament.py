@@ -40,12 +40,6 @@ class Judge:
     centre: Array
     unit: Array
 
-    def deviations(self, values: Array, step: int) -> Array:
-        """How far values [R] at step number `step` lie off: [N, R], 0 where one of them was not seen."""
-        with np.errstate(invalid="ignore"):
-            off: Array = np.abs(values - self.centre[:, step]) * self.unit[:, step]
-        return np.nan_to_num(off, nan=0.0, posinf=0.0)
-
 
 def judge_of(stack: Stack, window: int) -> Judge | None:
     """The judge of a metric; None where it has fewer steps than the window, or was never seen by all runs."""
