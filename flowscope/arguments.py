@@ -129,6 +129,16 @@ def own_detectors(detectors: Any) -> Sequence[Detector | type[Detector]]:
     return given
 
 
+def reference_detectors(reference: Any) -> Sequence[Detector]:
+    """Return what compares the run with its reference, nothing without one."""
+    if reference is None:
+        return ()
+    _expect(isinstance(reference, (str, Path)), "reference", reference, "a folder of good runs, or a golden profile.")
+    from flowscope.corridor import live  # reads the runs: only where there is a reference
+
+    return (live(reference),)
+
+
 def loss_value(loss: Any) -> LateLoss | float | None:
     """Return the loss as a number, or as one on its way from its device; never synchronises."""
     if loss is None or isinstance(loss, (int, float)):

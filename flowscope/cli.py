@@ -118,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--log-dir", help="where to write (default: runs/SCRIPT-DATE-TIME)")
     run.add_argument("--every", type=int, default=10, metavar="N", help="sample each n-th step (default: %(default)s)")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a field of WatchConfig")
+    reference = "a folder of good runs of this recipe, or a golden profile: tells where this run parts from them"
+    run.add_argument("--reference", metavar="GOOD", help=reference)
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     run.set_defaults(command=_run)
@@ -248,12 +250,15 @@ def _run(arguments: argparse.Namespace) -> int:
     """The script's own streams, arguments, exceptions and exit status; a wrong call of ours is 2."""
     import time
 
+    from flowscope.corridor.detector import place_of
     from flowscope.launch import run_script
 
     try:
         if not arguments.script:
             raise FlowscopeError("flowscope run: no script was given; expected flowscope run train.py [ARGS...].")
-        options = {"every": arguments.every, "config": _limits({"console": "off"}, arguments.set)}
+        options: dict[str, Any] = {"every": arguments.every, "config": _limits({"console": "off"}, arguments.set)}
+        if arguments.reference:
+            options["reference"] = place_of(arguments.reference)  # the script may change its folder
         name = f"{Path(arguments.script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         log_dir = Path(arguments.log_dir) if arguments.log_dir else Path("runs") / name
         run_script(arguments.script, log_dir.absolute(), module=arguments.module, options=options)

@@ -52,6 +52,7 @@ def watch(
     scaler: Any = None,
     instruments: Iterable[Instrument | type[Instrument]] | Instrument | type[Instrument] = (),
     detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
+    reference: str | Path | None = None,
     config: WatchConfig | dict[str, Any] | None = None,
 ) -> Scope:
     """Attach to a model and observe its training from the next step on. Never changes or stops the training.
@@ -72,6 +73,8 @@ def watch(
             `PointStatistic` for a number per depth); `config={"instruments": {name: False}}` switches off one, also of
             flowscope's own.
         detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
+        reference: good runs of this recipe, a folder with three of them or more or a golden profile (docs/corridor.md):
+            the alert `parted_from_reference` tells when, where and in what this run parts from them.
         config: `WatchConfig` or a dict of its keys.
 
     Returns:
@@ -98,7 +101,7 @@ def watch(
             gates=arguments.gate_patterns(gates),
             scaler=scaler,
             instruments=arguments.listed(instruments),
-            detectors=arguments.own_detectors(detectors),
+            detectors=[*arguments.own_detectors(detectors), *arguments.reference_detectors(reference)],
             config=make_config(config),
         ),
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,12 @@ import flowscope
 from benchmarks.corridor.__main__ import Pair, count_of
 from benchmarks.corridor.programs import BUILDERS, STEPS, train
 from benchmarks.corridor.runs import folder_of, kept
-from flowscope.corridor import Corridor, live, opened
-from flowscope.sinks import read_run
+from flowscope.corridor import Corridor, opened
+from flowscope.errors import FlowscopeError
+from flowscope.sinks import Run, read_run
 
 GOOD = 5
+ROOT = str(Path(__file__).resolve().parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def test_live_it_is_the_alert_of_the_finished_run(good: Path, corridor: Corridor
     torch.manual_seed(40)
     made = BUILDERS["layers"](40, "rate x3")
     alerts: list[flowscope.Alert] = []
-    with flowscope.watch(made.model, made.optimizer, every=5, on_alert=alerts.append, detectors=[live(good)]) as scope:
+    with flowscope.watch(made.model, made.optimizer, every=5, on_alert=alerts.append, reference=good) as scope:
         for k in range(STEPS):
             scope.step(loss=made.step(k))
         departure = corridor.judge(scope.records)
@@ -71,6 +76,51 @@ def test_live_it_is_the_alert_of_the_finished_run(good: Path, corridor: Corridor
     (alert,) = [one for one in alerts if one.kind == "parted_from_reference" and one.severity == "warning"]
     assert (alert.step, alert.where) == (departure.step, departure.where)
     assert "0.05 -> 0.15" in alert.message  # the rate of the optimizer's group, from the set-up
+
+
+SCRIPT = """
+import os
+import torch
+from torch import nn
+
+torch.manual_seed(SEED)
+os.chdir(FOLDER)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+with torch.no_grad():
+    model[2].weight.mul_(SCALE)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    loss = nn.functional.cross_entropy(model(torch.randn(32, 8)), torch.randint(3, (32,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_run_beside_a_group_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def run(name: str, seed: int, scale: float, *arguments: str) -> Run:
+        text = SCRIPT.replace("SEED", str(seed)).replace("SCALE", str(scale)).replace("FOLDER", "'elsewhere'")
+        (tmp_path / "train.py").write_text(text)
+        command = [sys.executable, "-m", "flowscope", "run", "--log-dir", name, *arguments, "train.py"]
+        subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": ROOT})
+        return read_run(next((tmp_path / name).rglob("flowscope.jsonl")))
+
+    for seed in range(3):
+        run(f"good/{seed}", seed, 1.0)
+    alerts = run("bad", 9, 20.0, "--reference", "good").alerts
+    (told,) = [alert for alert in alerts if alert.kind == "parted_from_reference" and alert.state == "raised"]
+    assert (told.step, told.where) == (0, "2.weight")
+
+
+def test_one_run_is_no_group(good: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(FlowscopeError, match="flowscope bisect GOOD BAD"):
+        flowscope.watch(model, reference=good / "seed0")
+    with pytest.raises(FlowscopeError, match="expected a folder of good runs"):
+        flowscope.watch(model, reference=3)
 
 
 def test_runs_are_kept_and_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

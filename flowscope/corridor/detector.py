@@ -15,6 +15,7 @@ from flowscope.detectors.detector import Detector, Finding
 from flowscope.errors import FlowscopeError
 from flowscope.parting.differences import differences
 from flowscope.records import Record, RunHeader, Severity
+from flowscope.sinks.jsonl import FILE_NAME
 
 
 class PartedFromGroup(Detector):
@@ -75,22 +76,39 @@ def profile_at(reference: str | Path) -> Path | None:
     return named if given.name == str(given) and not given.is_dir() and named.is_file() else None
 
 
-def opened(reference: str | Path) -> Corridor:
-    """The corridor of a folder of runs or of a golden profile.
+def place_of(reference: str | Path) -> Path:
+    """The folder of the runs, or the file of the profile, as an absolute path.
 
     Raises:
         FlowscopeError: it is neither.
     """
     profile = profile_at(reference)
-    if profile is None and not Path(reference).is_dir():
-        known = ", ".join(profile.name for profile in golden.listed()) or "none"
+    if profile is not None:
+        return profile.absolute()
+    if Path(reference).is_dir() and (runs_below(reference) or not (Path(reference) / FILE_NAME).is_file()):
+        return Path(reference).absolute()
+    if Path(reference).exists():
         raise FlowscopeError(
-            f"reference: got {str(reference)!r}, expected a folder of good runs, the file of a golden profile, or the "
-            f"name of one in {golden.FOLDER}/ (there: {known}); flowscope golden add makes one."
+            f"reference: got {str(reference)!r}, which is one run; expected a folder with three runs or more, or a "
+            "golden profile. flowscope bisect GOOD BAD compares two runs."
         )
-    return golden.load(profile) if profile is not None else read_group(reference)
+    known = ", ".join(profile.name for profile in golden.listed()) or "none"
+    raise FlowscopeError(
+        f"reference: got {str(reference)!r}, expected a folder of good runs, the file of a golden profile, or the "
+        f"name of one in {golden.FOLDER}/ (there: {known}); flowscope golden add makes one."
+    )
+
+
+def opened(reference: str | Path) -> Corridor:
+    """The corridor of a folder of runs or of a golden profile.
+
+    Raises:
+        FlowscopeError: it is neither, or the runs are too few or have nothing in common.
+    """
+    place = place_of(reference)
+    return read_group(place) if place.is_dir() else golden.load(place)
 
 
 def live(reference: str | Path, config: WatchConfig | None = None) -> PartedFromGroup:
-    """The detector for `watch(reference=...)` where `is_group`; raises as `opened` does."""
+    """The detector for a run under way; raises as `opened` does."""
     return PartedFromGroup(opened(reference), config)
