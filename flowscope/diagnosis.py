@@ -13,6 +13,8 @@ from flowscope.terminal import block
 
 SHOWN = 4
 """How many incidents a story names."""
+FIRST = "; first: "
+"""What names, in an alert's message, the one that came before it."""
 LISTED = 50
 """How many alerts a diagnosis tells in a line of their own."""
 RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
@@ -97,7 +99,19 @@ def follows(alert: Alert, standing: Sequence[Alert]) -> str:
         return ""
     first = causes[0]
     # of two conditions that began together the one found earlier is the cause
-    return f"; first: {first}" if first.since <= Incident(alert).since else ""
+    return f"{FIRST}{first}" if first.since <= Incident(alert).since else ""
+
+
+def folded(alert: Alert) -> str:
+    """The line of a live alert: what followed another stands indented below it, and without advice of its own.
+
+    It is most often mended with what came first; the diagnosis at the end says all.
+    """
+    message, first, _ = alert.message.partition(FIRST)
+    if not first or alert.state == "resolved":
+        return str(alert)
+    place = f" at {alert.where}" if alert.where else ""
+    return f"    then [{alert.severity}] step {alert.step}: {alert.kind}{place}: {message}"
 
 
 def diagnose(alerts: Iterable[Alert]) -> str:

@@ -32,7 +32,8 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     """Watches the model that `Trainer.train` trains; pass it as `Trainer(callbacks=[...])`.
 
     The loss is the model's own (`output.loss`), so one that is NaN is seen although `logging_nan_inf_filter` keeps it
-    out of the Trainer's logs. Where it returns none (label smoothing, `compute_loss_func`), it is the logged one.
+    out of the Trainer's logs. Where the Trainer computes another (label smoothing, `compute_loss_func`, GRPO, DPO), it
+    is that one; of a compiled model that returns none, the logged one.
 
     Its state goes into the checkpoints and comes back by itself with `resume_from_checkpoint`. (With
     `restore_callback_states_from_checkpoint=True` the Trainer makes the callback anew from what JSON can hold: then
@@ -79,7 +80,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         known = inner if isinstance(inner, torch.optim.Optimizer) else None
         scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
         scope = self._watch(model, known, self._ask_stop, scaler=scaler)
-        self._loss = None if is_off() else ModelLoss(model)
+        self._loss = None if is_off() else ModelLoss(model, scaler)
         self._await_batches(_own_loss)
         if self._passing is not None:
             self._inputs = model.register_forward_pre_hook(self._called, with_kwargs=True)

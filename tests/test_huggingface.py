@@ -68,7 +68,7 @@ def make_trainer(folder: Path, *callbacks: Any, model: Any = None, rows: Any = N
     trainer_options = {name: options.pop(name) for name in ("eval_dataset", "model_init") if name in options}
     if "model_init" not in trainer_options:
         trainer_options["model"] = make_model() if model is None else model
-    return Trainer(
+    return options.pop("kind", Trainer)(
         args=TrainingArguments(**{**settings, **options}),
         train_dataset=data() if rows is None else rows,
         callbacks=list(callbacks),
@@ -338,6 +338,25 @@ def test_label_smoothing_gives_the_logged_loss(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, callback, label_smoothing_factor=0.1)
     trainer.train()
     assert [r.loss for r in scope_of(callback).records] == pytest.approx(logged_losses(trainer), rel=1e-6)
+
+
+class Preferring(Trainer):
+    """A loss of its own from the logits, beside the one that the model returns, as trainers of policies have it."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        del args, kwargs
+        logits = model(**inputs).logits
+        return -logits.log_softmax(-1).square().mean().sqrt() - 7.0
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loss_that_the_trainer_computes_from_the_logits_is_its_own(tmp_path: Path, accumulated: int) -> None:
+    callback = FlowscopeCallback(every=1)
+    trainer = make_trainer(tmp_path, callback, kind=Preferring, gradient_accumulation_steps=accumulated)
+    trainer.train()
+    losses = [r.loss for r in scope_of(callback).records]
+    assert losses == pytest.approx(logged_losses(trainer), rel=1e-6)
+    assert max(losses) < -7  # that of the model is a cross-entropy
 
 
 def test_compiled_numbers_are_the_eager_ones(tmp_path: Path) -> None:

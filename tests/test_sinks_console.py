@@ -27,6 +27,20 @@ def make_record(product: list[float] | np.ndarray, **others: np.ndarray) -> Reco
 ALERT = Alert("dead_units", "warning", "layers.2", 20, 0.99, 0.9, "99 % of units are dead", "lower the learning rate")
 
 
+def test_what_followed_another_alert_is_folded_below_it() -> None:
+    later = replace(ALERT, kind="loss_spike", where="", message="the loss rose; first: dead_units at layers.2 (step 18)")
+    out = io.StringIO()
+    sink = ConsoleSink(out)
+    for alert in (ALERT, later, replace(later, state="resolved")):
+        sink.write(alert)
+    assert out.getvalue().splitlines() == [
+        "[warning] step 20: dead_units at layers.2: 99 % of units are dead -> lower the learning rate",
+        "    then [warning] step 20: loss_spike: the loss rose",
+        "[warning] step 20: loss_spike resolved",
+    ]
+
+
+
 def test_sparkline_by_hand() -> None:
     # eight decades on eight levels
     assert sparkline([10.0**k for k in range(-7, 1)]) == "▁▂▃▄▅▆▇█"

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flowscope.diagnosis import folded
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
 from flowscope.sinks.binning import bin_means, extent, log10
@@ -69,7 +70,7 @@ class ConsoleSink:
     def _line(event: Event, stream: TextIO, terminal: bool) -> str:
         ascii_only = not can_encode(stream)
         if isinstance(event, Alert):
-            line = str(event)
+            line = folded(event)
         elif isinstance(event, RunHeader):
             line = _header_line(event)
         else:
