@@ -657,7 +657,7 @@ def test_modules_that_are_asked_to_tell_may_be_compiled() -> None:
     class Spare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.side = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.body, self.side, self.spare = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x) + self.side(x).detach()
@@ -670,6 +670,8 @@ def test_modules_that_are_asked_to_tell_may_be_compiled() -> None:
             usual(compiled, optimizer, *data())
     assert len(scope.records) == 11
     assert not scope._faults.failed
+    # the backward of the graph comes to what was detached, not to what never ran
+    assert [(a.kind, a.where, a.step) for a in serious(scope)] == [("no_gradient", "side", 9)]
 
 
 # -- tensors that are no longer the model's, or never were -------------------------------------------------------------

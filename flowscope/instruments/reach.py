@@ -111,7 +111,7 @@ class Reach(Instrument):
         """Let backward tell when it gives a gradient to a parameter in which the optimizer found none."""
         if i not in self._given and parameter.is_leaf:
             self._given[i] = asked = Asked()
-            asked.handle = self._hooks.after_accumulation(parameter, self.fuse, asked.told)
+            asked.handle = self._hooks.after_accumulation(parameter, self.fuse, asked.came)
 
     def _release(self, all_asked: dict[int, Asked], i: int) -> None:
         """Who has told is asked no more."""
@@ -143,12 +143,20 @@ class Reach(Instrument):
             waiting, cleared, called = np.zeros(self._known), np.zeros(self._known), np.full(self._known, np.nan)
             for i, steps in self._waiting.items():
                 waiting[i], cleared[i] = steps, i in self._given and self._given[i].ran
-                # in compiled code a new hook never fires
-                asked = self._called.get(i)
-                called[i] = 1.0 if asked and asked.ran else 0.0 if asked and self._eager else np.nan
+                called[i] = self._ran(i)
             columns = {"param_waiting": waiting, "param_cleared": cleared, "param_called": called}
             found |= {name: (values, names) for name, values in columns.items()}
         return Taken(self.name, [], partial(self._read, found), joined=partial(self._look, found))
+
+    def _ran(self, i: int) -> float:
+        """Whether the module of a parameter has run, NaN where that is not known: in compiled code no new hook fires.
+
+        But a backward pass of compiled code comes to all that it was given, with no gradient where there is none.
+        """
+        asked, given = self._called.get(i), self._given.get(i)
+        if (asked is not None and asked.ran) or (given is not None and given.empty):
+            return 1.0
+        return 0.0 if asked is not None and self._eager else np.nan
 
     def _look(self, found: dict[str, tuple[Array, list[str]]], joined: Any = None) -> None:
         """What the known optimizers hold, one that `joined` after the step among them."""
@@ -193,9 +201,14 @@ class Asked:
     """Whether a module has run, or a gradient has come, since it was asked to tell."""
 
     def __init__(self) -> None:
-        self.ran, self.handle = False, None
+        self.ran = self.empty = False
+        self.handle = None
 
     def told(self, *args: Any) -> None:
         """It did. In compiled code a hook that came later may be traced, and does nothing there."""
         if not is_compiling():
             self.ran = True
+
+    def came(self, parameter: Tensor) -> None:
+        """A backward pass has come to a parameter."""
+        self.ran, self.empty = parameter.grad is not None, parameter.grad is None
