@@ -59,7 +59,10 @@ class Outlet:
             from flowscope.sinks.tensorboard import TensorBoardSink
 
             self.sinks.append(("sink JsonlSink", JsonlSink(log_dir)))
-            self.sinks.append(("sink TensorBoardSink", TensorBoardSink(log_dir, config.images_every)))
+            try:
+                self.sinks.append(("sink TensorBoardSink", TensorBoardSink(log_dir, config.images_every)))
+            except OSError as error:  # it writes as it opens: a disk that fails then costs this sink alone
+                self._faults.report("sink TensorBoardSink", error)
         console = config.console
         if console in ("alerts", "records") or (console == "auto" and not quiet):
             self.sinks.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.harm import attack
-from benchmarks.harm.__main__ import scored, table
+from benchmarks.harm.__main__ import BEGIN, END, scored, table, written
 from benchmarks.harm.attack import Family, Outcome, Plan, found_families
 
 SEED = 16
@@ -41,8 +41,16 @@ def test_a_family_that_breaks_is_a_promise_broken() -> None:
     assert last.note == "RuntimeError: broken"
     scores = scored([first, first, last])
     assert scores == {"row": (2, 2), last.row: (1, 0)}
-    assert "| row | 2 | 2 | 7 | 5 |" in table({family: scores})
-    assert f"| {last.row} | 1 | 0 | - | - |" in table({family: scores})
+    rows = table(family, "seed 3", scores)
+    assert rows.startswith("### own\n\nIt holds. (seed 3)\n")
+    assert "| row | 2 | 2 | 7 | 5 |" in rows
+    assert f"| {last.row} | 1 | 0 | - | - |" in rows
+
+
+def test_the_page_keeps_the_tables_of_other_families() -> None:
+    page = written(f"above\n{BEGIN}{END}below\n", {"b": "### b\n\nold\n", "c": "### c\n\nstays\n"})
+    page = written(page, {"b": "### b\n\nnew\n", "a": "### a\n\nfirst\n"})
+    assert page == f"above\n{BEGIN}\n### a\n\nfirst\n\n### b\n\nnew\n\n### c\n\nstays\n\n{END}below\n"
 
 
 def test_a_share_is_drawn_evenly_and_is_never_empty() -> None:

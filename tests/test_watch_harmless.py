@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -505,3 +507,31 @@ def test_a_compiled_model_has_two_graphs_for_sampled_and_other_steps() -> None:
     close_to(scope.records[0]["grad_norm"], expected)
     assert len(graphs) == 2
     torch._dynamo.reset()
+
+
+# -- disks
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_write_that_fails_costs_one_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """The first write is made by the TensorBoard sink as it opens."""
+    write, count = os.write, 0
+
+    def once(handle: int, data: bytes) -> int:
+        nonlocal count
+        count += 1
+        if count == failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", once)
+    model = Stack(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watched(model, optimizer, log_dir=tmp_path) as scope:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, data(step)).backward()
+            optimizer.step()
+        assert [record.step for record in scope.records] == [0, 1, 2]
+        off = scope.summary().count("switched off:")
+    assert off == 2  # one line of the summary, and the coverage

@@ -14,7 +14,8 @@ from pathlib import Path
 from benchmarks.harm.attack import Family, Outcome, Score, found_families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
-BEGIN, END = "<!-- table: written by python -m benchmarks.harm --write -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- tables: written by python -m benchmarks.harm --write -->\n", "<!-- end of tables -->\n"
+HEAD = ("| attack | tried | held | first: tried | held |", "|---|---|---|---|---|")
 TOLD = 5
 """How many failures of a row are printed."""
 
@@ -33,7 +34,9 @@ def main(arguments: list[str]) -> int:
     chosen = [family for family in families if not given.only or family.name in given.only]
     scores = {family: _tried(family, given.seed, given.share) for family in chosen}
     if given.write:
-        _write(scores, f"seed {given.seed}, share {given.share:g}, {time.strftime('%Y-%m-%d')}")
+        run = f"seed {given.seed}, share {given.share:g}, {time.strftime('%Y-%m-%d')}"
+        before = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(written(before, {family.name: table(family, run, rows) for family, rows in scores.items()}))
     return int(any(held < tried for rows in scores.values() for tried, held in rows.values()))
 
 
@@ -65,23 +68,23 @@ def scored(outcomes: Iterable[Outcome]) -> dict[str, Score]:
     return scores
 
 
-def table(scores: Mapping[Family, Mapping[str, Score]]) -> str:
-    """A row per attack: what was tried and held now, and at first."""
-    lines = ["| attack | tried | held | first: tried | held |", "|---|---|---|---|---|"]
-    for family, rows in scores.items():
-        lines.append(f"| **{family.name}**: {family.promise} | | | | |")
-        for row, (tried, held) in rows.items():
-            before = family.first.get(row)
-            first = f"{before[0]:,} | {before[1]:,}" if before else "- | -"
-            lines.append(f"| {row} | {tried:,} | {held:,} | {first} |")
+def table(family: Family, run: str, scores: Mapping[str, Score]) -> str:
+    """A row per attack: what was tried and held in this run, and at first."""
+    lines = [f"### {family.name}", "", f"{family.promise} ({run})", "", *HEAD]
+    for row, (tried, held) in scores.items():
+        before = family.first.get(row)
+        first = f"{before[0]:,} | {before[1]:,}" if before else "- | -"
+        lines.append(f"| {row} | {tried:,} | {held:,} | {first} |")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _write(scores: Mapping[Family, Mapping[str, Score]], run: str) -> None:
-    """Put the table between the marks of the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\nThe last run: {run}.\n\n{table(scores)}{END}{after}", encoding="utf-8")
+def written(page: str, tables: Mapping[str, str]) -> str:
+    """The page with the tables of these families between its marks; those of others stay."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    known = {text.partition("\n")[0]: f"### {text.strip()}\n" for text in old.split("### ")[1:]}
+    parts = (text for _, text in sorted({**known, **tables}.items()))
+    return f"{before}{BEGIN}\n{chr(10).join(parts)}\n{END}{after}"
 
 
 if __name__ == "__main__":
