@@ -9,6 +9,7 @@
     watch               attach to a model, return a Scope
     wrap, unwrap        put gates or hyper-connections around the sub-layers of a model, in place; and take them off
     is_wrapped          whether a model is wrapped; connections(model) lists (path, connection)
+    bisect              where two recorded runs part: step, phase and place
     check               try a model on a few batches: facts that no limit can tell
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from flowscope.merging.wrapping import connections, is_wrapped, unwrap, wrap
     from flowscope.model.flows import find_flows
     from flowscope.model.sites import find_sites
+    from flowscope.parting.bisection import Parting, bisect
     from flowscope.records import Alert, Record
     from flowscope.scope import Scope, watch
     from flowscope.trials.findings import CheckReport
@@ -61,6 +63,7 @@ _NAMES = {
     "flowscope.jacobian.spectrum": ("jacobian_spectrum",),
     "flowscope.config": ("WatchConfig",),
     "flowscope.records": ("Record", "Alert"),
+    "flowscope.parting.bisection": ("bisect", "Parting"),
     "flowscope.trials.sitting": ("check",),
     "flowscope.trials.findings": ("CheckReport",),
 }
@@ -72,11 +75,13 @@ __all__ = [
     "CheckReport",
     "FlowscopeError",
     "GateProfile",
+    "Parting",
     "Record",
     "Scope",
     "StopTraining",
     "WatchConfig",
     "__version__",
+    "bisect",
     "check",
     "clip_grad_norm_",
     "connections",

@@ -3,6 +3,7 @@
     flowscope summary RUN                           a few lines: what stands, and where
     flowscope report RUN -o report.html             one HTML file, opens from disk
     flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
+    flowscope bisect GOOD BAD                       where two runs part: step, phase and place
     flowscope diagnose RUN                          judge its records again, with other limits if asked
     flowscope run train.py [ARGS...]                run an unmodified training script and watch its models
     flowscope check train.py [ARGS...]              try what a script trains: facts, within a minute
@@ -11,8 +12,8 @@
 
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
 cannot be read or a file not written, 2 a wrong call. `diagnose`: 0 no alert of level error stands at the end, 1 one
-does, 2 the run cannot be read or a limit is wrong. `golden check`: 0 the
-run stays with its group, 1 it parts, 2 it cannot be told. `run`: the script's own.
+does, 2 the run cannot be read or a limit is wrong. `bisect`: 0 the runs are equal, 1 they part, 2 they cannot be
+compared. `golden check`: 0 the run stays with its group, 1 it parts, 2 it cannot be told. `run`: the script's own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,9 +35,10 @@ from flowscope.corridor.golden_command import add_parser as add_golden
 from flowscope.detectors import DETECTORS, Detector
 from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
-from flowscope.records import RunHeader
+from flowscope.records import ALL_DIGITS, RunHeader, strict_json
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.sinks.reading import file_of
 from flowscope.terminal import block, shown, tell
 
 REPLAYED = 100
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except FlowscopeError as error:
         tell(f"flowscope: {error}")
-        return 2 if command is _diagnose else 1
+        return 2 if command in (_diagnose, _bisect) else 1
     except BrokenPipeError:
         # the reader (head, a pager) has seen enough; nothing may be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,6 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--title", help="the page's title (default: the runs' names)")
     compare.set_defaults(command=_report)
 
+    words = "the first step, phase and place at which two runs part; exit status 1: they do"
+    parting = commands.add_parser("bisect", help=words)
+    parting.add_argument("good", metavar="GOOD", help=run_help)
+    parting.add_argument("bad", metavar="BAD", help="the run that is in doubt")
+    size = "a run that differs from GOOD by rounding alone (GOOD/rounding* are found by themselves)"
+    parting.add_argument("--rounding", metavar="RUN", action="append", default=[], help=size)
+    parting.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parting.set_defaults(command=_bisect)
+
     words = "judge a run again, from its records; exit status 1: an error stands"
     diagnose = commands.add_parser("diagnose", parents=reading, help=words)
     diagnose.add_argument(
@@ -120,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a field of WatchConfig")
     reference = "a folder of good runs of this recipe, or a golden profile: tells where this run parts from them"
     run.add_argument("--reference", metavar="GOOD", help=reference)
+    words = "move the first hidden state by one ulp and write to RUN/rounding: shows bisect how much of RUN is rounding"
+    run.add_argument("--rounding", metavar="RUN", help=words)
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     run.set_defaults(command=_run)
@@ -202,6 +216,19 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     return int(any(alert.severity == "error" for alert in detectors.standing))
 
 
+def _bisect(arguments: argparse.Namespace) -> int:
+    from flowscope.parting.bisection import bisect
+
+    _read(arguments.good)
+    _read(arguments.bad)
+    found = bisect(arguments.good, arguments.bad, rounding=arguments.rounding)
+    if arguments.json:
+        print(json.dumps(strict_json(found.to_json(), ALL_DIGITS), allow_nan=False))
+    else:
+        print(found)
+    return int(found.phase is not None)
+
+
 def _class_at(path: str) -> type[Detector]:
     """The detector class that MODULE:CLASS names; modules of the current folder come first."""
     module, _, name = path.partition(":")
@@ -256,7 +283,11 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if not arguments.script:
             raise FlowscopeError("flowscope run: no script was given; expected flowscope run train.py [ARGS...].")
-        options: dict[str, Any] = {"every": arguments.every, "config": _limits({"console": "off"}, arguments.set)}
+        config: dict[str, Any] = {"console": "off"}
+        if arguments.rounding:
+            _read(arguments.rounding)
+            arguments.log_dir, config["nudge"] = file_of(arguments.rounding).parent / "rounding", True
+        options: dict[str, Any] = {"every": arguments.every, "config": _limits(config, arguments.set)}
         if arguments.reference:
             options["reference"] = place_of(arguments.reference)  # the script may change its folder
         name = f"{Path(arguments.script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -24,6 +24,8 @@ class WatchConfig(BaseModel):
     seldom_every: int = Field(
         4, ge=1, description="after the first 10 samples each n-th one also reads attention and activation shape; 1 all"
     )
+    exact_steps: int = Field(10, ge=0, description="the first n sampled steps are told to the bit, for bisect; 0 never")
+    nudge: bool = Field(False, description="moves the first hidden state by one ulp: a run that shows rounding's size")
     branch_alignment: bool = Field(False, description="Hutchinson estimate of tr(J_f)/D on the slow schedule")
     positions: int = Field(256, ge=2, description="largest B*T whose positions are all used; half above")
     units: int = Field(1024, ge=1, description="units per activation module for dead_fraction; exact when they fit")

@@ -17,13 +17,13 @@ from flowscope.errors import FlowscopeError
 from flowscope.validation import as_far_as_it_fits
 
 Scale = Literal["log", "linear"]
-Shape = Literal["profile", "matrix", "stack"]
+Shape = Literal["profile", "matrix", "stack", "table"]
 Rows = Literal["points", "blocks", "sites", "modules", "parameters", "model"]
 Ranks = Literal["sum", "first", "whole"]
 
 VIEWS = ("Gradient", "Depth", "Attention", "Gates", "Mixing", "Routing", "Parameters", "Finiteness", "Other")
 _CHOICES = {"scale": get_args(Scale), "shape": get_args(Shape), "rows": get_args(Rows), "ranks": get_args(Ranks)}
-AXES: dict[Shape, int] = {"profile": 1, "matrix": 2, "stack": 3}
+AXES: dict[Shape, int] = {"profile": 1, "matrix": 2, "stack": 3, "table": 2}
 """Of an array in a record."""
 _BY_MAGNITUDE = {"norm", "rms", "product", "gain", "ratio"}
 
@@ -41,7 +41,8 @@ class Metric:
         source: the paper with section or equation.
         view: the view of the panels it belongs to, one of `VIEWS`.
         scale: the scale it is drawn on.
-        shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row).
+        shape: "profile" (a number per row), "matrix" (rows x rows), "stack" (a matrix per row), "table"
+            (several numbers per row, never drawn).
         rows: what its rows are: points, blocks or merge sites of a flow; modules, parameter tensors or named numbers
             of the whole model.
         band: the metrics that are its lower and upper quantile.
@@ -54,6 +55,7 @@ class Metric:
         of_gradient: a step that the GradScaler skipped does not say it: its gradients were thrown away.
         times_loss_scale: values come multiplied by the loss scale, and are divided by it.
         drawn: False where the rows are none of the model's and change from record to record.
+        exact: its values are written with all their digits, for whoever compares two runs to the bit.
         logged: loggers with one curve a name get it unless told otherwise.
         charted: the scale of its chart among TensorBoard's scalars; None for no chart.
         opens: whether its view begins with it.
@@ -80,6 +82,7 @@ class Metric:
     of_gradient: bool = False
     times_loss_scale: bool = False
     drawn: bool = True
+    exact: bool = False
     logged: bool = False
     charted: Scale | None = None
     opens: bool = False

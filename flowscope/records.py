@@ -18,6 +18,8 @@ from flowscope.errors import FlowscopeError
 from flowscope.metrics import AXES, Metric, described, spec_of, told_fields
 from flowscope.validation import Step, as_far_as_it_fits, checked, fitting
 
+ALL_DIGITS = 17
+"""Of an fp64 number."""
 Array = NDArray[np.float64]
 Severity = Literal["info", "warning", "error"]
 SERIOUS: tuple[Severity, ...] = ("warning", "error")
@@ -206,12 +208,18 @@ class Record:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits."""
+        """A JSON-ready dict: NaN becomes None, infinities the strings "inf" and "-inf", 7 significant digits.
+
+        Losses have 9, which tell any two fp32 numbers apart, metrics that are told to the bit 17.
+        """
         # for a loss NaN is a value: None says that none was given
-        loss = "nan" if self.loss is not None and math.isnan(self.loss) else strict_json(self.loss)
+        loss = "nan" if self.loss is not None and math.isnan(self.loss) else strict_json(self.loss, 9)
         out: dict[str, Any] = {"type": "record", "step": self.step, "loss": loss}
         out |= {name: list(told) for name, told in (("flags", self.flags), ("notes", self.notes)) if told}
-        out["metrics"] = {key: strict_json(value.tolist()) for key, value in self.metrics.items()}
+        out["metrics"] = {
+            key: strict_json(value.tolist(), ALL_DIGITS if self.spec(key).exact else 7)
+            for key, value in self.metrics.items()
+        }
         return out
 
     @classmethod

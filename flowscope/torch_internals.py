@@ -322,6 +322,16 @@ def sequence_of(group: Any) -> int:
         return -1
 
 
+def shard_start(parameter: Any) -> int:
+    """The number of the first row of a tensor that this rank holds."""
+    if (placements := getattr(parameter, "placements", None)) is None:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
+    return int(offset[0]) if offset else 0
+
+
 def fsdp_states(model: nn.Module) -> list[Any]:
     """What FSDP2 keeps of the parameters it shards together, of each module that shards any."""
     from torch.distributed.fsdp import FSDPModule

@@ -115,6 +115,7 @@ def test_blocks_compiled_one_by_one_say_everything_but_their_inner_units() -> No
     eager = train(twin, lambda batch: loss_of(twin, batch), every=every)
     traced = train(model, compiled(model, "blocks", counted), every=every)
     names = set(eager[0].metrics) - {"saturation", "dead_fraction", "dead_lasting", "step_losses"}
+    names.remove("exact_modules")  # of what runs in Python
     assert {"effective_rank", "cosine_to_input", "forward_calls"} <= names
     for name in sorted(names & set(traced[0].metrics)):
         np.testing.assert_allclose(traced[0][name], eager[0][name], rtol=2e-5, atol=1e-6, err_msg=name)

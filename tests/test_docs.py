@@ -241,7 +241,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting() | built_in_forward() | playing() | returning_more() | evaluating()
+    names |= waiting() | built_in_forward() | playing() | returning_more() | evaluating() | replaying()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -319,6 +319,29 @@ def returning_more() -> set[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
         torch.cat(model(torch.randn(5, 4))).sum().backward()
+        optimizer.step()
+    return {split_key(key)[0] for key in scope.records[0].metrics}
+
+
+class Checkpointed(torch.nn.Module):
+    """Runs its blocks again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def replaying() -> set[str]:
+    """The metric names of a model that does."""
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        model(torch.randn(5, 4)).sum().backward()
         optimizer.step()
     return {split_key(key)[0] for key in scope.records[0].metrics}
 

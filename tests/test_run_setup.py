@@ -38,7 +38,7 @@ def naive_checksum(x: np.ndarray, whole: bool) -> int:
     for sample in x.view(np.int32):
         words = sample.reshape(-1).tolist() if whole else [sum(row.tolist()) for row in sample]
         h = sum(mixed(int(word)) * (2 * i + 1) for i, word in enumerate(words))
-        total += mixed(signed(h)) & ((1 << BITS) - 1)
+        total += mixed(signed(h + ODD)) & ((1 << BITS) - 1)
     return total
 
 

@@ -20,6 +20,7 @@ from flowscope.faults import LOGGER, Faults
 from flowscope.hooks import compiled
 from flowscope.hooks.canary import Canary
 from flowscope.hooks.turns import Turns
+from flowscope.model.hidden_state import hidden_input
 from flowscope.torch_internals import (
     accumulates_into,
     at_end_of_backward,
@@ -62,6 +63,8 @@ class Switch:
         self.slow = False
         self.seldom = False
         """What costs more than most is looked at. Not asked in compiled code, where it would be a third graph."""
+        self.exact = False
+        """In eager, hidden states are fingerprinted (`flowscope.instruments.exact_points`)."""
         self.paused = False
         self.in_closure = False
         """The optimizer itself is running the model (LBFGS, Lightning): its weights change before the step ends."""
@@ -174,6 +177,25 @@ class Hooks:
         """
         hook = Hook(part, observe, self.faults, switch)
         return self.keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
+
+    def change(self, module: nn.Module, change: Callable[[Tensor], Tensor], *, output: bool) -> None:
+        """Change the hidden state that goes into a module in training, or comes out: for a run made to show that."""
+
+        def into(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = hidden_input(args, kwargs)
+            if x is None or not torch.is_grad_enabled():
+                return None
+            y = change(x)
+            new = {key: y if value is x else value for key, value in kwargs.items()}
+            return tuple(y if value is x else value for value in args), new
+
+        def out(module: nn.Module, args: Any, returned: Any) -> Any:
+            return change(returned) if isinstance(returned, Tensor) and torch.is_grad_enabled() else None
+
+        if output:
+            self.keep(module.register_forward_hook(out, prepend=True))
+        else:
+            self.keep(module.register_forward_pre_hook(into, with_kwargs=True, prepend=True))
 
     def before_accumulation(self, parameter: Tensor, part: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""

@@ -17,12 +17,16 @@ from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
 from flowscope.instruments.batch_norm import NormGaps
 from flowscope.instruments.evaluations import Evaluations
+from flowscope.instruments.exact_modules import ExactModules
+from flowscope.instruments.exact_parameters import ExactParameters
+from flowscope.instruments.exact_steps import ExactSteps
 from flowscope.instruments.gates import Gates
 from flowscope.instruments.input_checksum import InputChecksum
 from flowscope.instruments.instrument import Instrument, Taken
 from flowscope.instruments.kept_updates import KeptUpdates
 from flowscope.instruments.made_anew import MadeAnew
 from flowscope.instruments.merge_sites import MergeSites
+from flowscope.instruments.nudge import Nudge
 from flowscope.instruments.objective import Objective
 from flowscope.instruments.ode import OdeStates
 from flowscope.instruments.optimizer_age import OptimizerAge
@@ -75,6 +79,10 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     Attention,
     ActivationShape,
     SetUp,
+    ExactSteps,
+    ExactModules,
+    ExactParameters,
+    Nudge,
 )
 
 

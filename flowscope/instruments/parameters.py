@@ -182,7 +182,7 @@ class Parameters(Instrument):
             if only is None or id(parameter) in only:
                 held[i] = gradient
                 plain = type(gradient) is Tensor and not gradient.is_sparse
-                found[i] = gradient if plain else entries(_local_gradient(parameter))
+                found[i] = gradient if plain else entries(local_gradient(parameter))
         self._raw.compare(held)
         values = norms(list(found.values()))
         if scale is not None:
@@ -277,7 +277,7 @@ class Parameters(Instrument):
             out.add(name, values, names if len(values) == len(names) else ("",))
 
 
-def _local_gradient(parameter: Tensor) -> Tensor:
+def local_gradient(parameter: Tensor) -> Tensor:
     """This rank's part of the gradient, divided over the ranks as the parameter is."""
     gradient = parameter.grad
     assert gradient is not None

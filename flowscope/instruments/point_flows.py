@@ -23,6 +23,8 @@ from flowscope.instruments.beside import METRICS as BESIDE
 from flowscope.instruments.beside import Beside
 from flowscope.instruments.cosines import METRICS as COSINES
 from flowscope.instruments.cosines import Cosines
+from flowscope.instruments.exact_points import METRICS as EXACT
+from flowscope.instruments.exact_points import ExactPoints
 from flowscope.instruments.gradient_flow import METRICS as GRADIENT_FLOW
 from flowscope.instruments.gradient_flow import Norms
 from flowscope.instruments.instrument import Array, Instrument, Taken
@@ -39,6 +41,9 @@ from flowscope.records import FlowLayout
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, TO_INPUT
 
+EXACT_AT = COLUMNS + Beside.columns
+"""Where the columns of `ExactPoints` begin, if there are any."""
+
 
 class PointFlows(Instrument):
     """The flows of a model whose points are hidden states that modules return."""
@@ -46,7 +51,7 @@ class PointFlows(Instrument):
     name = "flows"
     families = ("flow", "depth")
     counts_canary = True
-    metrics = (*GRADIENT_FLOW, *BESIDE, *COSINES, *RANK, *WIDTHS)
+    metrics = (*GRADIENT_FLOW, *BESIDE, *COSINES, *RANK, *WIDTHS, *EXACT)
     buffer: DepositBuffer
 
     def __init__(self, config: WatchConfig) -> None:
@@ -64,7 +69,9 @@ class PointFlows(Instrument):
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at the blocks of each flow."""
-        self._further, columns = placed(hooks.statistics, COLUMNS + Beside.columns)
+        self._exact = self._config.exact_steps > 0
+        start = EXACT_AT + 2 * ExactPoints.columns if self._exact else EXACT_AT
+        self._further, columns = placed(hooks.statistics, start)
         ends = [(first + statistic.columns, statistic.maxima) for statistic, first in self._further]
         self.buffer = DepositBuffer(columns, [column for end, maxima in ends for column in range(end - maxima, end)])
         self._view, self._hooks = view, hooks
@@ -94,6 +101,8 @@ class PointFlows(Instrument):
             measures.append(Cosines(self.buffer, TO_INPUT, limit, origin_first=first))
         if flow.kind == "concat":
             measures.append(Widths())
+        if self._exact:
+            measures.append(ExactPoints(self.buffer, EXACT_AT, hooks.switch))
         measures += [Stranger(statistic, self.buffer, at, hooks) for statistic, at in self._further]
         return [*measures, Rank(hooks.switch)] if depth else measures
 

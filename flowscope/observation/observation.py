@@ -55,7 +55,7 @@ class Observation:
         self.view, self.config, self.hooks = view, config, hooks
         self.faults, self.switch = hooks.faults, hooks.switch
         self.instruments = instruments_for(view, config, further)
-        self.passes = Passes(view.parameters, hooks.switch)
+        self.passes = Passes(view.parameters, hooks.switch, config.exact_steps)
         self.on_forward: Callable[[], bool] = lambda: True
         self.on_run: Callable[[], Any] = lambda: None
         self.owner: Any = None

@@ -20,6 +20,7 @@ class Passes:
     Args:
         parameters: of the user's model.
         switch: of the scope's hooks.
+        exact_steps: so many sampled steps, the first, are told to the bit.
 
     Attributes:
         forwards: training forwards of the root since it was attached.
@@ -27,8 +28,8 @@ class Passes:
             step has shown it.
     """
 
-    def __init__(self, parameters: ParameterList, switch: Switch) -> None:
-        self._parameters, self._switch = parameters, switch
+    def __init__(self, parameters: ParameterList, switch: Switch, exact_steps: int) -> None:
+        self._parameters, self._switch, self._exact_left = parameters, switch, exact_steps
         self.forwards = self._at_begin = 0
         self.fills_grad: bool | None = None
         self._used = False
@@ -54,6 +55,7 @@ class Passes:
         """The next step begins."""
         self._used = False
         self._at_begin = self.forwards
+        self._switch.exact = sampling and self._exact_left > 0
         if sampling:
             at = self._parameters.at
             if not self._some or not all(p is at(i) and p.requires_grad for i, p in self._some):
@@ -66,8 +68,9 @@ class Passes:
         self._used = self._used or self._holds_any()
 
     def step_ended(self) -> None:
-        """A sampled step has ended: it shows whether this loop fills `.grad`."""
+        """A sampled step has ended: it shows whether this loop fills `.grad`, and is one told to the bit less."""
         self.fills_grad = self._used or self._holds_any()
+        self._exact_left -= self._switch.exact
 
     def _holds_any(self) -> bool:
         # modules that were replaced are only looked for where none is seen

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-from flowscope.records import Event, strict_json
+from flowscope.records import ALL_DIGITS, Event, strict_json
 from flowscope.sinks.append_file import AppendFile
 
 FILE_NAME = "flowscope.jsonl"
-ALL_DIGITS = 17
-"""Of a float64."""
 
 
 class JsonlSink:

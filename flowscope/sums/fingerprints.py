@@ -25,6 +25,9 @@ BITS = 36
 """Of a checksum: 131,072 of them add up in fp64 without rounding."""
 WHOLE = 4096
 """Up to so many entries a sample, each has a weight of its own in the checksum."""
+ROW = 2 + PROJECTIONS
+"""Columns of a parameter's fingerprint: checksum, sum of squares, K projections."""
+CHUNK = 1 << 20
 GROUPS = 1024
 """Up to so many rows, each is projected for itself."""
 
@@ -60,12 +63,15 @@ def _of_samples(x: Tensor) -> Tensor:
     """[G, B] int64."""
     bits = x if x.dtype == torch.bool else x.view(_INTEGERS[x.element_size()])
     count, rows = (*bits.shape, 1)[:2]
+    if not bits.numel():  # an empty shard
+        return bits.new_zeros(count, rows, dtype=torch.int64)
     bits = bits.reshape(count, rows, -1, bits.shape[-1] if bits.dim() > 2 else 1)
     if bits.shape[2] * bits.shape[3] <= WHOLE:
         sums = bits.flatten(2).to(torch.int64)
     else:  # a sum makes no copy of a large tensor; what changes places in it shows in the projections
         sums = bits.sum(-1, dtype=torch.int64)
-    return _mixed((_mixed(sums) * _weights(sums.shape[-1], sums)).sum(-1))
+    # a sample of zeros counts too
+    return _mixed((_mixed(sums) * _weights(sums.shape[-1], sums)).sum(-1) + _ODD)
 
 
 def _weights(count: int, like: Tensor) -> Tensor:
@@ -93,6 +99,34 @@ def _projections(x: Tensor, axis: int) -> Tensor:
     # rows that were added up have no projections of their own
     of_samples = (projected**2).sum(1) if sums.shape[1] == rows else torch.zeros_like(projected[:, 0])
     return torch.cat([squares, projected.sum(1), of_samples], dim=1)
+
+
+def row_fingerprints(x: Tensor, starts: Sequence[int]) -> Tensor:
+    """Return [G, 2 + K] of parameters or their gradients [G, B, ...]: checksum, sum of squares, projections, fp64.
+
+    Rows have signs of their own, so that those of a gradient that add up to zero do not hide what differs.
+
+    Args:
+        x: real floating-point tensors, stacked; shards add up.
+        starts: G, the number of the first row of each in the whole tensor.
+    """
+    dtype, rows = wide(x.device), x.shape[1]
+    if not x.numel():
+        return torch.zeros(x.shape[0], ROW, dtype=dtype, device=x.device)
+    flat = x.reshape(x.shape[0], rows, -1)
+    squares = torch.linalg.vector_norm(flat, dim=(1, 2), dtype=dtype)[:, None] ** 2
+    step = max(1, CHUNK // max(1, flat.shape[2]))
+    projected = torch.stack([_of_rows(tensor, start, step) for tensor, start in zip(flat, starts, strict=True)])
+    return torch.cat([checksums(x)[:, None].to(dtype), squares, projected], dim=1)
+
+
+def _of_rows(x: Tensor, start: int, step: int) -> Tensor:
+    """[K] of [B, M], so many rows at a time: a copy in fp64 of all would take twice the memory."""
+    columns, rows = signs(x.shape[1], x), signs(start + x.shape[0], x)[start:]
+    parts = [
+        x[at : at + step].to(rows.dtype) @ columns * rows[at : at + step] for at in range(0, max(1, x.shape[0]), step)
+    ]
+    return torch.cat(parts).sum(0)
 
 
 _SIGNS: dict[tuple[int, torch.device], Tensor] = {}

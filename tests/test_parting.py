@@ -1,0 +1,258 @@
+"""Where two runs part: pairs with one fault each, pairs that are equal, and the numbers behind the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flowscope
+from benchmarks.parting.__main__ import at_place
+from benchmarks.parting.pairs import EQUAL, FAULTS, Pair
+from benchmarks.parting.programs import Decoder, Knobs, train
+from flowscope.cli import main
+from flowscope.errors import FlowscopeError
+from flowscope.instruments.nudge import moved
+from flowscope.parting.distances import distance, update_distance
+from flowscope.parting.rounding import FACTOR
+from flowscope.sinks import read_run
+from flowscope.sums.fingerprints import fingerprints, row_fingerprints, signs
+
+SAMPLE = (
+    "one checkpoint without random state",
+    "another epsilon",
+    "labels shifted",
+    "data order",
+    "compiled with a wrong backward",
+    "optimizer's beta",
+    "decay group",
+    "one weight initialised otherwise",
+)
+BY_NAME = {pair.name: pair for pair in (*FAULTS, *EQUAL)}
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Callable[..., Path]:
+    """Record a run of a benchmark program."""
+
+    def run(name: str, knobs: Knobs, kind: Any = Decoder, **watching: Any) -> Path:
+        train(tmp_path / name, knobs, kind, **watching)
+        return tmp_path / name
+
+    return run
+
+
+def recorded(pair: Pair, record: Callable[..., Path]) -> tuple[Path, Path]:
+    good = record("good", pair.good, pair.kind)
+    record("good/rounding", replace(pair.good, fault=""), pair.kind, config={"nudge": True})
+    return good, record("bad", pair.bad, pair.kind)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the compiler itself
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_fault_is_told_at_its_step_phase_and_place(name: str, record: Callable[..., Path]) -> None:
+    pair = BY_NAME[name]
+    found = flowscope.bisect(*recorded(pair, record))
+    assert (found.step, found.phase) == (pair.step, pair.phase), found
+    assert at_place(pair, found.where), found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the same convnet, seed 1",
+        "reentrant checkpoints, seed 0",
+        "compiled by aot_eager, seed 0",
+        "renamed blocks, seed 0",
+        "micro-batches, seed 0",
+        "foreach off, seed 0",
+    ],
+)
+def test_equal_runs_part_nowhere(name: str, record: Callable[..., Path]) -> None:
+    pair = BY_NAME[name]
+    found = flowscope.bisect(*recorded(pair, record))
+    assert (found.step, found.phase, found.where) == (None, None, ""), found
+    assert found.message.startswith("equal ")
+    assert found.compared == pair.good.steps
+
+
+def test_the_message_says_what_it_means(record: Callable[..., Path]) -> None:
+    found = flowscope.bisect(*recorded(BY_NAME["one checkpoint without random state"], record))
+    assert "the forward is equal to the last bit, the backward is not, first at blocks.2" in found.message
+    assert "its replayed forward drew other random numbers" in found.message
+
+
+def test_without_measured_rounding_it_still_answers(record: Callable[..., Path]) -> None:
+    plain = Knobs(dropout=0.0)
+    good = record("good", plain)
+    same = flowscope.bisect(good, record("compiled", replace(plain, compiled="aot_eager", micro_batches=2)))
+    assert same.phase is None
+    assert "what rounding is assumed to make" in same.message
+    bad = replace(plain, compiled="aot_eager", fault="wrong kernel")
+    found = flowscope.bisect(good, record("bad", bad))
+    assert (found.step, found.phase, found.where) == (0, "forward", "blocks.1")
+    assert found.limit == 300 * 2.0**-23
+
+
+def test_command_and_its_status(record: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    good, same = record("good", Knobs()), record("same", Knobs())
+    bad = record("bad", Knobs(fault="branch scaled", since=1))
+    assert main(["bisect", str(good), str(same)]) == 0
+    assert capsys.readouterr().out.startswith("equal: equal to the last bit in 6 steps\nnothing differs")
+    assert main(["bisect", str(good), str(bad), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["phase"], told["where"]) == (1, "forward", "blocks.1")
+    assert told["differs"] == []
+    assert main(["bisect", str(good), str(good.parent / "nothing")]) == 2
+    old = record("old", Knobs(), config={"exact_steps": 0})
+    assert main(["bisect", str(good), str(old)]) == 2
+    assert "no step of both was recorded to the bit" in capsys.readouterr().err
+
+
+def test_runs_without_a_common_step_cannot_be_compared(record: Callable[..., Path]) -> None:
+    good = record("good", Knobs(steps=2), every=lambda step: step == 0)
+    other = record("other", Knobs(steps=2), every=lambda step: step == 1)
+    with pytest.raises(FlowscopeError, match="no sampled step in common"):
+        flowscope.bisect(good, other)
+
+
+def test_another_depth_cannot_be_compared(record: Callable[..., Path]) -> None:
+    found = flowscope.bisect(record("a", Knobs()), record("b", Knobs(depth=3)))
+    assert (found.step, found.phase, found.where) == (0, "setup", "blocks")
+    assert found.message == "blocks has 4 blocks in one run, 3 in the other"
+
+
+def test_a_seed_counts_only_where_something_is_drawn(record: Callable[..., Path]) -> None:
+    plain = Knobs(fault="reseeded", dropout=0.0, at=0)
+    assert flowscope.bisect(record("a", plain), record("b", replace(plain, at=1))).phase is None
+    drawing = replace(plain, dropout=0.1)
+    found = flowscope.bisect(record("c", drawing), record("d", replace(drawing, at=1)))
+    assert (found.step, found.phase, found.where) == (0, "setup", "random state")
+
+
+# -- the records ---------------------------------------------------------------------------------------------------
+
+
+def test_only_the_first_steps_are_told_to_the_bit(record: Callable[..., Path]) -> None:
+    run = read_run(record("a", Knobs(steps=5), config={"exact_steps": 3}))
+    exact = {"exact_states", "exact_modules", "exact_updated", "random_state", "exact_inputs", "optimizer_options"}
+    assert [exact & r.metrics.keys() for r in run.records] == [exact] * 3 + [set()] * 2
+    off = read_run(record("b", Knobs(steps=2), config={"exact_steps": 0}))
+    assert not any(exact & r.metrics.keys() for r in off.records)
+
+
+def test_recorded_numbers_are_those_of_the_tensors(record: Callable[..., Path]) -> None:
+    """Against the same step computed with plain autograd."""
+    knobs = Knobs(dropout=0.0, steps=1, optimizer="sgd")
+    run = read_run(record("a", knobs))
+    (told,) = run.records
+    torch.manual_seed(knobs.seed)
+    model = Decoder(knobs)
+    from benchmarks.parting.programs import loss_of, sentences
+
+    x, y = sentences(0, knobs)
+    states: list[torch.Tensor] = []
+    for block in model.stack:
+        block.register_forward_hook(lambda module, args, out: states.append(out))
+    model.stack[0].register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    loss = loss_of(model, x, y, knobs)
+    gradients = torch.autograd.grad(loss, [*states, model.stack[1].up.weight])
+    for i, (state, gradient) in enumerate(zip(states, gradients, strict=False)):
+        assert np.array_equal(told["exact_states"][i], fingerprints(state.detach()[None])[0].numpy())
+        assert np.array_equal(told["exact_gradients"][i], fingerprints(gradient[None])[0].numpy())
+    at = told.labels("exact_weights").index("blocks.1.up.weight")
+    weight, gradient = model.stack[1].up.weight.detach(), gradients[-1]
+    assert np.array_equal(told["exact_weights"][at], row_fingerprints(weight[None], [0])[0].numpy())
+    assert np.array_equal(told["exact_param_gradients"][at], row_fingerprints(gradient[None], [0])[0].numpy())
+    after = weight - 0.1 * gradient
+    assert np.allclose(told["exact_updated"][at, 1:], row_fingerprints(after[None], [0])[0, 1:], rtol=1e-6)
+    assert told.labels("exact_modules")[-1] == ""
+    assert told["exact_modules"][-1, 1] == fingerprints(model(x).detach()[None])[0, 0]
+
+
+def test_an_empty_shard_adds_nothing() -> None:
+    assert not row_fingerprints(torch.zeros(1, 0, 3), [9]).any()
+
+
+def test_shards_of_rows_add_up_to_the_whole() -> None:
+    w = torch.randn(9, 4, 3)
+    whole = row_fingerprints(w[None], [0])
+    assert torch.allclose(row_fingerprints(w[None, :5], [0]) + row_fingerprints(w[None, 5:], [5]), whole, rtol=1e-12)
+    r, q = signs(12, w), signs(9, w)
+    expected = [sum(q[i, k] * float(w[i].flatten().double() @ r[:, k]) for i in range(9)) for k in range(4)]
+    assert np.allclose(whole[0, 2:], expected, rtol=1e-12)
+
+
+# -- distances -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-3, 0.3])
+def test_distance_is_about_the_relative_size_of_the_difference(size: float) -> None:
+    """Four projections: within a factor of four in all of 40 draws."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(40):
+        x = torch.randn(6, 5, 8, generator=generator, dtype=torch.float64)
+        noise = torch.randn(6, 5, 8, generator=generator, dtype=torch.float64)
+        y = x + noise * (size * x.norm() / noise.norm())
+        found = distance(*(fingerprints(z[None])[0].numpy() for z in (x, y)))
+        assert size / 4 < found < 4 * size
+        assert distance(fingerprints(x[None])[0].numpy(), fingerprints(x[None])[0].numpy()) == 0
+
+
+def test_distance_sees_what_sums_to_zero_over_the_samples() -> None:
+    x = torch.randn(6, 8, dtype=torch.float64)
+    x = x - x.mean(0)
+    y = x * torch.linspace(0.5, 1.5, 8, dtype=torch.float64)
+    y = y * (x.norm() / y.norm())
+    assert distance(*(fingerprints(z[None])[0].numpy() for z in (x, y))) > 0.02
+
+
+def test_distance_of_what_is_not_finite() -> None:
+    x = torch.randn(2, 3)
+    y = x.clone()
+    y[0, 0] = float("nan")
+    a, b = (fingerprints(z[None])[0].numpy() for z in (x, y))
+    assert distance(a, b) == np.inf
+    assert distance(b, b) == 0
+
+
+def test_update_distance_is_that_of_the_changes() -> None:
+    w, change = torch.randn(7, 5), torch.randn(7, 5)
+    rows = [row_fingerprints((w + k * change)[None], [0])[0].numpy() for k in (0.0, 0.01, 0.011)]
+    assert update_distance((rows[0], rows[1]), (rows[0], rows[2])) == pytest.approx(1 / 11, rel=1e-3)
+    assert update_distance((rows[0], rows[1]), (rows[0], rows[1])) == 0
+
+
+# -- rounding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_nudge_is_one_ulp_either_way(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(500), torch.zeros(1)]).to(dtype).requires_grad_()
+    y = moved(x)
+    above, below = (torch.nextafter(x.detach().double(), torch.full((501,), end).double()) for end in (9.0, -9.0))
+    if dtype == torch.float64:
+        assert bool(((y == above) | (y == below)).all())
+    assert (y != x).all()
+    assert (y - x).abs().max() <= torch.finfo(dtype).eps * 4
+    assert 150 < int((y > x).sum()) < 350
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_nudged_runs_differ_by_rounding_alone(record: Callable[..., Path]) -> None:
+    good = record("good", Knobs())
+    moved_run = record("moved", Knobs(), config={"nudge": True})
+    found = flowscope.bisect(good, moved_run)
+    assert (found.step, found.phase) == (0, "forward")
+    assert found.limit == 0
+    assert found.distance < 1e-6
+    again = flowscope.bisect(good, moved_run, rounding=[moved_run])
+    assert again.phase == "forward", "what was measured is no excuse where set-ups are equal"
+    assert FACTOR == 10
