@@ -483,6 +483,22 @@ def test_wrong_calls_say_what_was_expected(call, words, tmp_path):
         call(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_profile_is_refused(tmp_path):
+    whole, random = packed(group(3)), np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole[: random.integers(len(whole))] if random.random() < 0.3 else whole)
+        for place in random.integers(len(damaged), size=random.integers(4)) if damaged else ():
+            damaged[place] = random.integers(256)
+        (tmp_path / "x.npz").write_bytes(damaged)
+        try:
+            opened(tmp_path / "x.npz")
+        except FlowscopeError:
+            refused += 1
+    assert refused > 20
+
+
 def _text(file: Path) -> Path:
     file.write_text("no profile")
     return file

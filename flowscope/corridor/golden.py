@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowscope.corridor.curves import Stack, thinned
-from flowscope.corridor.group import Corridor
+from flowscope.corridor.group import LEAST_RUNS, Corridor
 from flowscope.corridor.spread import usual
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader, strict_json
@@ -120,8 +119,10 @@ def load(file: str | Path) -> Corridor:
         with np.load(file, allow_pickle=False) as data:
             words = json.loads(bytes(data["words"]))
             stacks = _stacks(words, {name: data[name].astype(np.float64) for name in ("centre", "grain", "off")})
-        return Corridor(words["name"], RunHeader.from_json(words["recipe"]), stacks)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile) as error:
+        if words["runs"] < LEAST_RUNS:
+            raise ValueError(f"{words['runs']} runs")
+        return Corridor(str(words["name"]), RunHeader.from_json(words["recipe"]), stacks)
+    except Exception as error:  # of a damaged file zipfile, zlib, tokenize and numpy each raise their own
         raise FlowscopeError(f"{file}: {error}; expected a profile that flowscope golden add wrote.") from None
 
 
