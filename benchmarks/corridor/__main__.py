@@ -15,7 +15,7 @@ from flowscope.corridor import Corridor, Departure
 from flowscope.sinks import Run, read_run
 
 BEGIN, END = "<!-- tables: written by python -m benchmarks.corridor -->", "<!-- end of tables -->"
-JUDGED = 5
+JUDGED = 4
 """So many seeds of a program are judged by each of its groups."""
 SIZES = (5, 19)
 
@@ -125,10 +125,10 @@ def report() -> str:
     developed, others = [[name for name in CHANGES if (name in DEVELOPED) == known] for known in (True, False)]
     return "\n\n".join(
         [
-            f"**One hundred pairs**: five seeds of each of {len(HELD_OUT)} programs that no number was chosen on, each "
-            "judged by a group of the same program:",
+            f"**Good runs**: seeds of each of {len(HELD_OUT)} programs that no number was chosen on, each judged by a group "
+            "of the same program. One group a program:",
             rates(HELD_OUT, 1),
-            "**Five hundred pairs**: the same with five groups a program (their members overlap):",
+            "Five groups a program, whose members overlap:",
             rates(HELD_OUT, 5),
             f"**Changes**, held out ({', '.join(others)}): {total(others)}.",
             powers(others),
