@@ -125,8 +125,8 @@ def report() -> str:
     developed, others = [[name for name in CHANGES if (name in DEVELOPED) == known] for known in (True, False)]
     return "\n\n".join(
         [
-            f"**Good runs**: seeds of {len(HELD_OUT)} programs that no number was chosen on, each judged by a group of its "
-            "program. Two groups a program:",
+            f"**Good runs**: seeds of {len(HELD_OUT)} programs that no number was chosen on, each judged by a group of "
+            "its program. Two groups a program:",
             rates(HELD_OUT, 2),
             "Five groups a program, whose members overlap:",
             rates(HELD_OUT, 5),
