@@ -47,6 +47,7 @@ corpus: $(VENV)/.ready-dev
 # seeded faults and their healthy twins, then healthy models: about an hour on one core, most of it for the models
 trials: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.trials
+	$(BIN)/python -m benchmarks.trials --scripts
 	$(BIN)/python -m benchmarks.trials --zoo
 
 # attacks on what is promised, with a new seed each time: about an hour on one core

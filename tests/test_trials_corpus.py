@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.trials import language, later, scripted, training, vision
 from benchmarks.trials.case import CASES, SCRIPTS, Case
+from benchmarks.trials.public import SCRIPTS as PUBLIC
+from benchmarks.trials.public import check_script
 from benchmarks.trials.scoring import Verdict, judge, table
 from flowscope.trials.built_in import NAMES
 
@@ -90,3 +92,10 @@ def test_a_script_is_judged_by_the_command_and_saves_nothing(name: str) -> None:
     assert faulty.at_place()
     assert not healthy.fails()
     assert not faulty.wrong + healthy.wrong
+
+
+@pytest.mark.parametrize("name", ["dcgan", "ppo", "time_sequence_prediction"])
+def test_public_scripts_have_no_fail(name: str) -> None:
+    one = check_script(PUBLIC / f"{name}.py")
+    assert one.right, str(one)
+    assert len(one.having("pass")) >= 9

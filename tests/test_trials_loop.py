@@ -16,6 +16,7 @@ from trial_models import class_loss, classifier, rows
 from flowscope.trials.bench import Bench, Resumed, Step
 from flowscope.trials.between_steps import BetweenSteps, steps_before
 from flowscope.trials.sitting import chosen, run_trials
+from flowscope.trials.tape import Tape
 
 
 def told(bench: Bench, trial: str) -> list[tuple[str, str, str]]:
@@ -176,3 +177,146 @@ def test_logits_that_are_viewed_instead_of_transposed_are_told(viewed: bool) -> 
     ((status, _, message),) = told(Bench(model, batches, loss), "loss_start")
     assert status == ("fail" if viewed else "pass")
     assert ("were viewed as [4, 3, 5]" in message) == viewed
+
+
+class Actor(nn.Module):
+    """Trained through a method, never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = classifier()
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.policy(x)
+
+
+def recorded(loss: Any, *models: nn.Module) -> Any:
+    """What a tape holds of a loss that is computed from models."""
+    tape = Tape()
+    for model in models:
+        tape.follow(model)
+    try:
+        tape.backward(loss())
+        (one,) = tape.recorded
+    finally:
+        tape.close()
+    return one
+
+
+def test_a_tape_holds_what_leads_to_the_loss_and_keeps_what_was_drawn_without_gradient() -> None:
+    model, (x, y) = classifier(), rows()[0]
+    said: list[Tensor] = []
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            drawn = torch.multinomial(model(x).softmax(1), 1).squeeze(1)
+        each = F.cross_entropy(model(x), drawn, reduction="none")
+        weights = torch.ones(len(y))
+        weights[0] = 0.0
+        value = (each * weights).mean()
+        said.append(torch.exp(value))  # for a log
+        said.append(value)
+        return value
+
+    one = recorded(loss, model)
+    names = [event.name for event in one.events]
+    assert "multinomial" not in names
+    assert "exp" not in names
+    assert "__setitem__" in names
+    assert len(one.calls_of(model)) == 1
+    for _ in range(2):  # what is written into is a copy
+        assert torch.equal(one.play(), said[1])
+    with torch.no_grad():
+        model[2].bias += torch.tensor([1.0, 0.0, -1.0])
+    assert not torch.equal(one.play(), said[1])
+
+
+def test_a_model_that_is_trained_through_its_parts_is_seen() -> None:
+    agent, (x, y) = Actor(), rows()[0]
+    one = recorded(lambda: F.cross_entropy(agent.act(x), y), agent)
+    (call,) = one.calls_of(agent)
+    assert call.call is agent.policy
+
+
+def test_micro_batches_are_those_of_one_program() -> None:
+    model, (x, y) = classifier(), rows()[0]
+    first = recorded(lambda: F.cross_entropy(model(x), y), model)
+    again = recorded(lambda: F.cross_entropy(model(2 * x), y), model)
+    other = recorded(lambda: F.cross_entropy(model(x), y) + model(x).square().mean(), model)
+    assert first.program == again.program
+    assert first.program != other.program
+
+
+@pytest.mark.parametrize("terms", [True, False])
+def test_losses_over_true_and_made_up_samples_are_two_terms(terms: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1)
+    x = torch.randn(8, 6)
+    batches = [(x, torch.ones(8, 1)), (-x, torch.zeros(8, 1) if terms else torch.ones(8, 1))]
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(m(batch[0]), batch[1])
+
+    sum(loss(model, batch) for batch in batches).backward()
+    step = Step(batches, {name: p.grad.clone() for name, p in model.named_parameters()})
+    ((status, _, message),) = told(Bench(model, batches, loss, step=step), "accumulation")
+    assert (status, "2 times" in message) == (("pass", False) if terms else ("fail", True))
+
+
+def test_an_optimizer_with_a_closure_is_not_judged_by_its_backward_passes() -> None:
+    bench = Bench(classifier(), rows(), class_loss, step=Step(rows(), {}, closure=True))
+    ((status, _, message),) = told(bench, "accumulation")
+    assert status == "skipped"
+    assert "closure" in message
+
+
+class TwoAnswers(torch.autograd.Function):
+    """x^2, and |x| without a gradient: for a log."""
+
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x * x, x.abs()
+
+    @classmethod
+    def backward(cls, ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return TwoAnswers.factor * x * first
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TwoAnswers.apply(self.inner(x))[0]
+
+
+@pytest.mark.parametrize(("factor", "status"), [(2.0, "note"), (3.0, "fail")])
+def test_an_output_without_gradient_does_not_condemn_a_hand_written_backward(
+    factor: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TwoAnswers, "factor", factor)
+    torch.manual_seed(0)
+    found = told(Bench(Answers(), rows(), class_loss), "gradient")
+    assert found[0][0] == status
+    assert "TwoAnswers" in found[0][2]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_loss_in_another_unit_is_no_term_thrown_away(same: bool) -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, batch: Any) -> Tensor:
+            each = F.cross_entropy(self.inner(batch[0]), batch[1], reduction="none")
+            self.told = each.mean() if same else self.inner(batch[0]).square().mean()
+            return each.sum() / 4
+
+    ((status, _, _),) = told(Bench(Told(), rows(), lambda m, b: m(b)), "loss_path")
+    assert status == ("pass" if same else "fail")

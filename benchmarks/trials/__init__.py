@@ -3,6 +3,7 @@
     python -m benchmarks.trials              # all: found, right trial, right place, fails on twins
     python -m benchmarks.trials NAME ...     # some, with every finding
     python -m benchmarks.trials --zoo        # false fails over transformers' architectures and image classifiers
+    python -m benchmarks.trials --scripts    # public training scripts through the command
 
     case.py         what a case is, and the register
     language.py     transformers and recurrent models of text
@@ -13,6 +14,8 @@
     scripted.py     their cases, and the run of one
     scoring.py      what is found, the right trial, the right place
     zoo.py          models that are healthy
+    public.py       public training scripts that are healthy
+    trainers/       scripts of TRL, and one for two ranks
 
 The programs of the first three files were written from the list of what each trial is meant to prove, before its code
 was read.

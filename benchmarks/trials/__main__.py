@@ -1,4 +1,4 @@
-"""`python -m benchmarks.trials [--zoo] [NAME ...]`: see the package."""
+"""`python -m benchmarks.trials [--zoo | --scripts] [NAME ...]`: see the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from benchmarks.trials import language, later, scripted, training, vision, zoo  # each registers its cases
+from benchmarks.trials import language, later, public, scripted, training, vision, zoo  # each registers its cases
 from benchmarks.trials.case import CASES
 from benchmarks.trials.scoring import Verdict, judge, table
 
@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     if "--zoo" in arguments:
         return zoo.main([one for one in arguments if one != "--zoo"])
+    if "--scripts" in arguments:
+        return public.main([one for one in arguments if one != "--scripts"])
     quiet = "--quiet" in arguments
     names = [one for one in arguments if not one.startswith("--")] or list(CASES)
     pairs = []

@@ -38,6 +38,8 @@ class Accumulation(Trial):
         step = bench.step
         if step is None:
             raise CannotJudgeError("the loop was not seen; run flowscope check train.py")
+        if step.closure:
+            raise CannotJudgeError("the optimizer evaluates the loss itself, in a closure")
         if step.clipped_scaled:
             message = "gradients were clipped before the GradScaler unscaled them"
             yield self.failed("", message, "call scaler.unscale_(optimizer) before clip_grad_norm_")
@@ -128,7 +130,9 @@ class Accumulation(Trial):
 
 def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
     """What each micro-batch weighs; None where its loss is not one loss function's mean times a factor."""
-    weights = []
+    weights, targets = [], set()
+    if len({getattr(batch, "program", None) for batch in step.batches}) > 1:
+        return None
     for batch in step.batches:
         loss, found, _ = criteria(bench, batch)
         if len(found) != 1 or (means := _mean_of(found[0])) is None:
@@ -136,8 +140,16 @@ def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
         mean, count = means
         if mean == 0:
             return None
+        targets.add(_only_value(found[0].target))
         weights.append(Weight(float(loss.detach()) / mean, count))
-    return weights
+    # of true and of made-up samples: two terms of one loss, each over targets of one value
+    return None if len(targets) > 1 and None not in targets else weights
+
+
+def _only_value(target: Tensor) -> float | None:
+    """The value that all targets have; None where they differ."""
+    values = target.detach().flatten()
+    return float(values[0]) if values.numel() > 1 and bool((values == values[0]).all()) else None
 
 
 def _mean_of(one: Criterion) -> tuple[float, int] | None:

@@ -64,6 +64,7 @@ class Step:
         clipped: whether they had been clipped.
         norm: their norm before that, where it is known.
         clipped_scaled: whether they were clipped while still multiplied by the GradScaler's scale.
+        closure: whether the optimizer evaluates the loss itself, as often as it likes.
         clipped_after: after how many of the batches they were first clipped; None where they were not, or where
             several optimizers are at work.
         changed: what changed between this step and the one before: how much of the former step was left, by name.
@@ -74,6 +75,7 @@ class Step:
     clipped: bool = False
     norm: float | None = None
     clipped_scaled: bool = False
+    closure: bool = False
     clipped_after: int | None = None
     changed: Mapping[str, float] = field(default_factory=dict)
 

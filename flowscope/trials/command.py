@@ -49,12 +49,14 @@ class Trained:
         optimizer: itself.
         models: the outermost models that hold its parameters.
         steps: the batches of each of its steps so far.
+        closure: whether its last step was given a closure.
         before: how many steps its state told of when it began, and the ids of the parameters it had state of.
     """
 
     optimizer: Any
     models: list[nn.Module]
     steps: list[list[Recorded]] = field(default_factory=list)
+    closure: bool = False
     before: tuple[int, set[int]] = (0, set())
 
 
@@ -188,6 +190,7 @@ class Listening:
         if not one.steps:
             one.before = steps_before(optimizer)
         one.steps.append(taken)
+        one.closure = any(map(callable, (*args, *kwargs.values())))
         if self.between is not None:
             self.between.begins(optimizer)
         if len(one.steps) >= self.options.steps:
@@ -266,6 +269,7 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
             clipping.clipped,
             clipping.norm,
             clipping.while_scaled,
+            last.closure,
             clipping.after if clipping.clipped and alone else None,
             {n: kept[id(p)] for n, p in inner.named_parameters() if id(p) in kept},
         )

@@ -50,7 +50,7 @@ class Data(Trial):
     def _numbers(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
         for position, tensors in enumerate(zip(*batches, strict=False)):
             floating = [x for x in tensors if x.is_floating_point() and x.dim() and x.numel()]
-            if not floating:
+            if not floating or floating[0].numel() < 2:
                 continue
             which = f"tensor {position} of the batch {list(floating[0].shape)}"
             if any(not bool(torch.isfinite(x).all()) for x in floating):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -189,6 +189,10 @@ def _in_double(bench: Bench) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
+SMALLEST = 1e-7
+"""Slopes below this are rounding."""
+UNSTEADY = 1e-3
+"""Differences over one step and over eight times that agree to this share, where they are a derivative."""
 _NARROWING = frozenset({"float", "half", "bfloat16"})
 
 
@@ -252,43 +256,67 @@ def _hearing(bench: Bench, calls: list[_Applied]) -> Iterator[None]:
 
 
 def _local(call: _Applied) -> _Wrong | None:
-    """What is wrong with one custom function, judged alone: its derivative along a random direction, in fp64."""
-    floating = [n for n, a in enumerate(call.args) if isinstance(a, Tensor) and a.is_floating_point()]
-    if not floating:
+    """What is wrong with one custom function, judged alone and by each output: its derivative in fp64."""
+    try:
+        with torch.no_grad():
+            made = [x for x in nested_tensors(call.function.apply(*call.args)) if x.is_floating_point()]
+        with _Wide():
+            found = [_of_output(call, n, len(made)) for n in range(len(made))]
+    except Exception:
         return None
+    told = sorted(filter(None, found), key=lambda one: one.kind != "wrong")
+    return told[0] if told else None
+
+
+def _of_output(call: _Applied, which: int, count: int) -> _Wrong | None:
+    """The derivative of one output along a random direction of each input."""
+    floating = [n for n, a in enumerate(call.args) if isinstance(a, Tensor) and a.is_floating_point()]
     name, where = call.function.__name__, call.where
     draw = torch.Generator().manual_seed(5)
     weights: list[Tensor] = []
 
     def value(args: list[Any]) -> Tensor:
-        out = [x for x in nested_tensors(call.function.apply(*args)) if x.is_floating_point()]
+        x = [x for x in nested_tensors(call.function.apply(*args)) if x.is_floating_point()][which]
         if not weights:
-            weights.extend(torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device) for x in out)
-        return sum(((x * w).sum() for x, w in zip(out, weights, strict=True)), torch.zeros((), dtype=torch.float64))
+            weights.append(torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.device))
+        return (x * weights[0]).sum()
 
-    try:
-        args = [a.double().requires_grad_() if n in floating else a for n, a in enumerate(call.args)]
-        total = value(args)
-        gradients = torch.autograd.grad(total, [args[n] for n in floating], allow_unused=True)
-        for n, gradient in zip(floating, gradients, strict=True):
-            direction = torch.randn(args[n].shape, generator=draw, dtype=torch.float64).to(args[n].device)
-            # of ones, not of their sum: many functions are kinked, and a small step meets few kinks
-            step = 1e-6 * float(args[n].detach().abs().mean() + 1e-9)
-
-            def moved(by: float, n: int = n, direction: Tensor = direction) -> float:
-                with torch.no_grad():
-                    return float(value([a + by * direction if k == n else a for k, a in enumerate(args)]))
-
-            slope = (moved(step) - moved(-step)) / (2 * step)
-            claimed = 0.0 if gradient is None else float((gradient * direction).sum())
-            size = max(abs(slope), abs(claimed))
-            if abs(slope - claimed) <= 1e-3 * size + 1e-7:
-                continue
-            if gradient is None:
-                continue
-            if abs(slope) <= 1e-6 * size:
-                return _Wrong(name, where, "meant", "gives a gradient to an input that its output does not depend on")
-            return _Wrong(name, where, "wrong", f"it says {claimed:.4g}, differences {slope:.4g}")
-    except Exception:
-        return None
+    args = [a.double().requires_grad_() if n in floating else a for n, a in enumerate(call.args)]
+    total = value(args)
+    if not floating or not total.requires_grad:
+        return None  # it is marked as not differentiable
+    gradients = torch.autograd.grad(total, [args[n] for n in floating], allow_unused=True)
+    if count > 1 and not any(g is not None and bool(g.any()) for g in gradients):
+        return _Wrong(name, where, "meant", f"gives no gradient for output {which} of {count}")
+    for n, gradient in zip(floating, gradients, strict=True):
+        if gradient is None or (slopes := _slopes(value, args, n, draw)) is None:
+            continue
+        slope, claimed = slopes[0], float((gradient * slopes[1]).sum())
+        size = max(abs(slope), abs(claimed))
+        if abs(slope - claimed) <= 1e-3 * size + SMALLEST:
+            continue
+        if abs(slope) <= 1e-6 * size:
+            return _Wrong(name, where, "meant", "gives a gradient to an input that its output does not depend on")
+        return _Wrong(name, where, "wrong", f"it says {claimed:.4g}, differences {slope:.4g}")
     return None
+
+
+def _slopes(
+    value: Callable[[list[Any]], Tensor], args: list[Any], n: int, draw: torch.Generator
+) -> tuple[float, Tensor] | None:
+    """The derivative along a random direction of one argument by differences, and the direction.
+
+    None where they do not tell: the function rounds inside, or is kinked there.
+    """
+    direction = torch.randn(args[n].shape, generator=draw, dtype=torch.float64).to(args[n].device)
+    # of ones, not of their sum: many functions are kinked, and a small step meets few kinks
+    step = 1e-6 * float(args[n].detach().abs().mean() + 1e-9)
+
+    def moved(by: float) -> float:
+        with torch.no_grad():
+            return float(value([a + by * direction if k == n else a for k, a in enumerate(args)]))
+
+    slope, wider = ((moved(h) - moved(-h)) / (2 * h) for h in (step, 8 * step))
+    if abs(slope - wider) > UNSTEADY * max(abs(slope), abs(wider)) + SMALLEST:
+        return None
+    return slope, direction

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowscope.torch_internals import leaves_below, nodes_below
@@ -14,6 +15,9 @@ from flowscope.trials.trial import Trial, TrialFinding
 
 _SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "logsumexp", "cross_entropy", "mse_loss", "kl_div", "l1_loss"})
 _ARITHMETIC = frozenset({"mul", "add", "div", "sub", "neg", "pow", "sqrt", "square", "log", "exp"})
+
+SAME = 0.999
+"""Gradients of a larger cosine are those of one loss."""
 
 
 class LossPath(Trial):
@@ -47,7 +51,8 @@ class LossPath(Trial):
         held = {id(p) for p in bench.model.parameters()}
         lost: dict[str, Tensor] = {}
         for where, x in off:
-            if x.grad_fn not in inner and any(id(leaf) in held for leaf in leaves_below([x.grad_fn])):
+            learns = x.grad_fn not in inner and any(id(leaf) in held for leaf in leaves_below([x.grad_fn]))
+            if learns and not _is_the_loss(x, loss, list(bench.model.parameters())):
                 lost.setdefault(where, x)
         for where, x in lost.items():
             message = f"{where or 'the model'} computes {float(x.detach()):.3g} with a gradient, and no loss uses it"
@@ -55,3 +60,13 @@ class LossPath(Trial):
             yield self.failed(where, message, advice)
         if not lost:
             yield self.passed(f"each of {len(made)} numbers that modules compute leads to the loss")
+
+
+def _is_the_loss(x: Tensor, loss: Tensor, parameters: list[Tensor]) -> bool:
+    """Whether a number has the loss's gradient but for a factor: the same loss in another unit (its mean, its exp)."""
+    asked = [p for p in parameters if p.requires_grad]
+    both = [torch.autograd.grad(y, asked, retain_graph=True, allow_unused=True) for y in (x, loss)]
+    if any((a is None) != (b is None) for a, b in zip(*both, strict=True)):
+        return False
+    a, b = (torch.cat([g.double().flatten() for g in one if g is not None]) for one in both)
+    return float(a @ b) >= SAME * float(a.norm() * b.norm())

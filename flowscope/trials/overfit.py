@@ -63,6 +63,6 @@ class Overfit(Trial):
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(float(loss.detach()))
-            if losses[-1] < 0.5 * losses[0]:
+            if losses[-1] < losses[0] - 0.5 * abs(losses[0]):
                 break
         return losses

@@ -54,6 +54,9 @@ class PaddingIgnored(Trial):
         def real(x: Tensor) -> Tensor | None:
             if x.dim() >= 2 and x.shape[0] == batch and x.shape[1] in (length, length + APPENDED):
                 return x[:, :length][~padding.where]
+            if x.dim() == 2 and x.shape[0] == batch and x.shape[1] in (length - 1, length - 1 + APPENDED):
+                # a number for each token but the first, as of the moved targets
+                return x[:, : length - 1][~padding.where[:, 1:]]
             return x if x.dim() == 2 and x.shape[0] == batch else None
 
         plain = bench.look(call)
@@ -180,7 +183,8 @@ def _appended(call: Call, padding: Padding) -> Call:
             shown = bool(padding.where[x == 1].all()) if bool((x == 1).any()) else True
             return torch.cat([x, torch.full_like(end, shown)], 1)
         if tokens is not None and x.dim() == 2 and x.dtype == tokens.dtype:
-            value = padding.token if torch.equal(x, tokens) else -100 if bool((x == -100).any()) else int(x[0, -1])
+            target = x is call.kwargs.get("labels") or bool((x == -100).any())
+            value = padding.token if torch.equal(x, tokens) else -100 if target else int(x[0, -1])
             return torch.cat([x, torch.full_like(end, value)], 1)
         return torch.cat([x, torch.zeros_like(end)], 1)
 

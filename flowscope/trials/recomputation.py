@@ -17,7 +17,8 @@ from flowscope.trials.bench import Bench, Seen
 from flowscope.trials.kept import put_back
 from flowscope.trials.trial import Trial, TrialFinding
 
-_DRAWS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
+DRAWS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
+"""Functions of torch that draw random numbers have one of these in their names."""
 
 
 class Recomputation(Trial):
@@ -74,7 +75,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation; note what it drew."""
         result = func(*args, **(kwargs or {}))
         name = func.name().partition("::")[2]
-        if any(word in name for word in _DRAWS) and "backward" not in name:
+        if any(word in name for word in DRAWS) and "backward" not in name:
             backward = in_backward()
             for x in nested_tensors(result):
                 key = (tuple(x.shape), x.dtype, hash(tuple(x.detach().double().flatten()[:4096].tolist())))

@@ -1,7 +1,9 @@
 """What a script does between the outputs of its models and backward, as a tape that can be played again.
 
-The tape holds calls of whole models (to be made anew) and calls of torch's functions between them. Tensors that came
-from neither are constants, copied when they are first used; numbers that left torch (`.item()`) are constants too.
+The tape holds calls of whole models (to be made anew) and calls of torch's functions between them, as far as they lead
+to the loss. Tensors that came from neither are constants, copied when they are first used, and so is what was computed
+without gradient: texts that a model wrote before it is trained on them, a teacher's answers. Numbers that left torch
+(`.item()`) are constants too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from flowscope.errors import CannotJudgeError
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.torch_internals import newest_mode
 from flowscope.trials.criteria import Listener
+from flowscope.trials.recomputation import DRAWS
 
 LONGEST = 20_000
 """Events between two backward passes; a longer tape is thrown away."""
@@ -43,6 +46,17 @@ class Event:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        """Of the function; "" of a model."""
+        return str(getattr(self.call, "__name__", ""))
+
+    @property
+    def writes(self) -> Tensor | None:
+        """The tensor that it changes in place; None where it changes none."""
+        inside = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+        return self.args[0] if inside and self.args and isinstance(self.args[0], Tensor) else None
 
 
 class Recorded:
@@ -74,8 +88,14 @@ class Recorded:
         return out
 
     def calls_of(self, model: nn.Module) -> list[Event]:
-        """The calls of one model."""
-        return [event for event in self.events if event.call is model]
+        """The calls of one model, or of its parts where these were called in its place."""
+        parts = {id(module) for module in model.modules()}
+        return [event for event in self.events if id(event.call) in parts]
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What was called, in order: equal for the micro-batches of one loss."""
+        return tuple(id(event.call) if isinstance(event.call, nn.Module) else event.name for event in self.events)
 
     def play(self, replaced: Callable[[Any], Any] = lambda call: call) -> Tensor:
         """Make all calls again; returns the loss, without the scaler's scale.
@@ -127,14 +147,14 @@ class Tape:
         self._listener: Listener | None = None
 
     def follow(self, model: nn.Module) -> None:
-        """Record the calls of a model, too."""
+        """Record the calls of a model, too, and of its parts where they are not made by the model."""
         if any(known is model for known in self._models):
             return
         self._models.append(model)
-        self._handles += [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+        for part in model.modules():
+            if not isinstance(part, torch.jit.ScriptModule):
+                self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
         """Listen no more."""
@@ -146,7 +166,10 @@ class Tape:
         """A backward pass begins: what was heard so far led to it."""
         if self._events and loss.numel() == 1 and id(loss) in self._known:
             chance = self._chance if self._chance is not None else torch.get_rng_state()
-            self.recorded.append(Recorded(self._events, self._constants, loss, self._scaling(), chance))
+            events = leading_to(loss, self._events)
+            used = {id(x) for event in events for x in nested_tensors((event.args, event.kwargs))}
+            constants = {key: x for key, x in self._constants.items() if key in used}
+            self.recorded.append(Recorded(events, constants, loss, self._scaling(), chance))
         self.drop()
 
     def taken(self) -> list[Recorded]:
@@ -163,6 +186,8 @@ class Tape:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self._inside == 0:
             self._silence()
             self.passes += torch.is_grad_enabled()
@@ -173,9 +198,12 @@ class Tape:
         self._inside += 1
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._inside -= 1
         if self._inside == 0 and output is not None:
-            self._note(model, args, kwargs, output)
+            if torch.is_grad_enabled():
+                self._note(Event(model, args, dict(kwargs), [*nested_tensors(output)]))
             self._listen()
 
     def _listen(self) -> None:
@@ -190,20 +218,34 @@ class Tape:
             self._listener = None
 
     def _heard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self._inside or getattr(func, "__name__", "") in _SILENT or not any(True for _ in nested_tensors(result)):
+        event = Event(func, args, dict(kwargs), [*nested_tensors(result)])
+        written = event.writes
+        if self._inside or event.name in _SILENT or (not event.made and written is None):
             return
-        self._note(func, args, kwargs, result)
+        if torch.is_grad_enabled() or (written is not None and id(written) in self._known):
+            self._note(event)
 
-    def _note(self, call: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, event: Event) -> None:
         if len(self._events) >= LONGEST:
             return
-        for x in nested_tensors((args, kwargs)):
+        for x in nested_tensors((event.args, event.kwargs)):
             if id(x) not in self._known and id(x) not in self._constants and not _lives(x):
                 # the original is held by the event's arguments, so no other tensor gets its number
                 self._constants[id(x)] = x.detach().clone()
-        made = list(nested_tensors(result))
-        self._known.update({id(x): x for x in made})
-        self._events.append(Event(call, args, dict(kwargs), made))
+        self._known.update({id(x): x for x in event.made})
+        self._events.append(event)
+
+
+def leading_to(loss: Tensor, events: list[Event]) -> list[Event]:
+    """The events that a loss hangs on, in order: what is made of them only for a log is left out."""
+    needed, kept = {id(loss)}, []
+    for event in reversed(events):
+        written = event.writes
+        draws = any(word in event.name for word in DRAWS)
+        if draws or isinstance(event.call, nn.Module) or not needed.isdisjoint(map(id, [*event.made, written])):
+            needed.update(id(x) for x in nested_tensors((event.args, event.kwargs)))
+            kept.append(event)
+    return kept[::-1]
 
 
 def _lives(x: Tensor) -> bool:

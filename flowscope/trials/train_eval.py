@@ -186,7 +186,9 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _is_quiet(module: nn.Module) -> bool:
-    """Whether a layer is dropout, normalisation or noise, or its weight is normalised (spectral_norm)."""
+    """Whether a layer is dropout, normalisation or noise, has dropout inside (LSTM), or a normalised weight."""
+    if isinstance(module, nn.RNNBase):
+        return True
     kinds = [type(module), *(type(hook) for hook in module._forward_pre_hooks.values())]
     named = any(word in kind.__name__.lower() for kind in kinds for word in _QUIET)
     return named and not any(True for _ in module.children())
