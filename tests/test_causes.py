@@ -88,6 +88,24 @@ def test_a_jump_of_steps_larger_than_ever_is_told_at_once() -> None:
     assert ("loss_spike", 310, "warning") in raised(alerts)
 
 
+@pytest.mark.parametrize(("grown", "told_at"), [(1.08, [310]), (1.01, [])])
+def test_weights_that_grew_at_once_between_two_records_are_told_at_once(grown: float, told_at: list[int]) -> None:
+    """A rate too high for two steps between them: the steps of the records are as usual."""
+    losses = learned()
+    losses[303:340] += np.linspace(2.0, 0.0, 37)
+    series = steps(losses)
+    for item in series:
+        item.metrics["param_norm"] = item["param_norm"] * (grown if item.step > 300 else 1.0)
+    assert [step for kind, step, severity in raised(play(series)) if severity == "warning"] == told_at
+
+
+@pytest.mark.parametrize(("fall", "told"), [(0.004, True), (0.015, False)])
+def test_weights_that_hardly_move_are_told_where_the_loss_does_not_even_creep(fall: float, told: bool) -> None:
+    losses = 2.0 * (1 - fall * np.arange(300) / 120) * (1 + noisy(0, 300, spread=1e-4))
+    series = steps(losses, ratio={n: 5e-5 for n in range(30)}, loss_classes=[math.nan])  # type: ignore[arg-type]
+    assert ("update_too_small" in {kind for kind, step, _ in raised(play(series)) if step <= 130}) is told
+
+
 def test_a_gradient_that_announced_it_is_told_at_once() -> None:
     losses = learned()
     losses[303:340] += np.linspace(2.0, 0.0, 37)

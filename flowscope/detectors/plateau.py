@@ -27,6 +27,8 @@ BEGINNING = 20
 """The first losses of a run, against which one that has no level of guessing is measured."""
 FLAT = 0.02
 """Where the means are known better than to this share, a loss that fell by less than it has not fallen."""
+CREEPS = 0.01
+"""Weights that hardly move move a loss by less than this share; a small rate that teaches moves it by more."""
 
 SLOW = 1e-4
 """Weights that never move by more than this share of their norm a step are a tenth as fast as slow training is."""
@@ -110,7 +112,7 @@ class TooSlow(Detector):
 
     def _flat(self, *, steady: bool) -> Finding | None:
         course = _course(self.state)
-        if course is None or not course.flat or course.level < (1 - FLAT) * course.start:
+        if course is None or not course.flat or course.level < (1 - CREEPS) * course.start:
             return None
         if not steady:
             return self.near(True, cause="plateau")

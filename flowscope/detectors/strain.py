@@ -20,7 +20,7 @@ FACTOR = 4.0
 """A step (or rate) this many times as large as the largest recent one is unusual ..."""
 LEAST_UPDATE = 0.05
 """... where it changes the weights by this share of their norm at least,"""
-LEAST_DRIFT = 0.1
+LEAST_DRIFT = 0.05
 """or the norm itself changed by this share between two records."""
 GRADIENT = 8.0
 """A gradient this many times the recent median announces a jump, where it comes before it."""
