@@ -19,6 +19,7 @@ compared. `golden check`: 0 the run stays with its group, 1 it parts, 2 it canno
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+@functools.cache
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("flowscope", description="Look at runs recorded by flowscope.watch(log_dir=...).")
     parser.add_argument("--version", action="version", version=f"flowscope {__version__}")

@@ -59,15 +59,18 @@ LINES = [
 def attacks(plan: Plan) -> Iterator[Outcome]:
     """Each damaged file before each command."""
     with tempfile.TemporaryDirectory() as folder:
-        intact = train(Path(folder) / "intact")
+        intact = train(Path(folder) / "intact", steps=6)
         damaged = Path(folder) / "damaged"
         damaged.mkdir()
         lines = intact.read_bytes().splitlines(keepends=True)
         for number in range(plan.count(FILES)):
             kind = plan.random.choice(list(KINDS))
             (damaged / intact.name).write_bytes(KINDS[kind](list(lines), plan.random))
+            judging = ("diagnose", "diagnose --json")[number % 2]
             for name, command in commands(damaged, intact.parent).items():
-                if number % PAGES_EVERY == 0 or name not in ("report", "compare"):
+                if name in ("summary", "live", judging) or (
+                    number % PAGES_EVERY == 0 and name in ("report", "compare")
+                ):
                     wrong = broken(name, command) or "; ".join(large(damaged))
                     yield Outcome(ROWS[name], f"file {number} ({kind}), {name}", not wrong, wrong)
 
