@@ -40,7 +40,7 @@ from flowscope.records import ALL_DIGITS, RunHeader, strict_json
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
 from flowscope.sinks.reading import file_of
-from flowscope.terminal import block, shown, tell
+from flowscope.terminal import block, paragraph, shown, tell
 
 REPLAYED = 100
 """So many records of an old run are judged again to say what its silence covers."""
@@ -192,8 +192,8 @@ def _tell_differences(headers: Mapping[str, RunHeader]) -> None:
     (first, start), *others = headers.items()
     for name, header in others:
         told = differences(start, header)
-        print(f"what differs, {first} -> {name}: {'nothing that the headers say' if not told else ''}".rstrip())
-        print("".join(f"  {line}\n" for line in told), end="")
+        head = f"what differs, {first} -> {name}: {'nothing that the headers say' if not told else ''}".rstrip()
+        print(block([head, *(f"  {line}" for line in told)]))
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
@@ -227,7 +227,7 @@ def _bisect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(strict_json(found.to_json(), ALL_DIGITS), allow_nan=False))
     else:
-        print(found)
+        print(paragraph(str(found)))
     return int(found.phase is not None)
 
 

@@ -33,10 +33,15 @@ def block(lines: Iterable[str]) -> str:
     return "\n".join(map(shown, lines))
 
 
+def paragraph(text: str) -> str:
+    """A text of several lines as a terminal may have it."""
+    return block(text.split("\n"))
+
+
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Print text on stderr (or `stream`); where there is none, or it is closed, nobody is told and nothing raised."""
     stream = sys.stderr if stream is None else stream
     if stream is None:  # a process without a terminal
         return
     with contextlib.suppress(OSError, ValueError):
-        print(block(text.split("\n")), file=stream)
+        print(paragraph(text), file=stream)

@@ -14,6 +14,7 @@ from flowscope.actions import Log
 from flowscope.cli import main
 from flowscope.detectors import Detector, Finding
 from flowscope.live import LiveView, follow, show
+from flowscope.parting import bisection
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import ConsoleSink, JsonlSink, depth_profile_text
 from flowscope.terminal import LONGEST, block, shown, tell
@@ -100,6 +101,24 @@ class Echo(Detector):
 def test_diagnose(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "echo", sys.modules[__name__])
     assert main(["diagnose", str(write_run(tmp_path)), "--detector", "echo:Echo"]) == 1
+    assert_is_text(capsys.readouterr().out)
+
+
+def test_compare_and_bisect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, model in (("a", "Net"), ("b", hostile("Net"))):
+        sink = JsonlSink(tmp_path / name)
+        weights = {"parameters": {hostile("w"): [2]}, "weights": {hostile("w"): len(model)}, "model": model}
+        sink.write(RunHeader("9", FLOWS, LABELS, setup=weights))
+        sink.write(RECORD)
+        sink.close()
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["compare", *runs, "-o", str(tmp_path / "page.html")]) == 0
+    assert_is_text(capsys.readouterr().out)
+    found = type("Found", (), {"phase": None, "__str__": lambda self: hostile("part")})()
+    monkeypatch.setattr(bisection, "bisect", lambda *_, **__: found)
+    assert main(["bisect", *runs]) == 0
     assert_is_text(capsys.readouterr().out)
 
 

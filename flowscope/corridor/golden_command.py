@@ -8,7 +8,6 @@ flowscope golden check RUN REFERENCE         what differs, and whether, when and
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from flowscope.corridor import golden
@@ -18,6 +17,7 @@ from flowscope.corridor.group import Corridor
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
+from flowscope.terminal import block, shown, tell
 
 
 def add_parser(commands: Any) -> None:
@@ -44,21 +44,21 @@ def add_parser(commands: Any) -> None:
 
 def _add(arguments: argparse.Namespace) -> None:
     file = golden.add(arguments.runs, arguments.name, arguments.folder)
-    print(f"{file} ({file.stat().st_size / 1000:.0f} kB, {len(arguments.runs)} runs)")
+    print(shown(f"{file} ({file.stat().st_size / 1000:.0f} kB, {len(arguments.runs)} runs)"))
 
 
 def _list(arguments: argparse.Namespace) -> None:
     found = golden.listed(arguments.folder)
-    print("\n".join(map(str, found)) or f"no profile in {arguments.folder}; flowscope golden add makes one")
+    print(block(map(str, found)) or shown(f"no profile in {arguments.folder}; flowscope golden add makes one"))
 
 
 def _check(arguments: argparse.Namespace) -> int:
     try:
         lines, departure = judged(arguments.run, arguments.reference)
     except FlowscopeError as error:
-        print(f"flowscope: {error}", file=sys.stderr)
+        tell(f"flowscope: {error}")
         return 2
-    print("\n".join(lines))
+    print(block(lines))
     return int(departure is not None and departure.certain)
 
 
