@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
+from flowscope.model.nested import map_tensors
 from flowscope.model.structure import outermost, required_arguments
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -50,6 +51,12 @@ def as_call(example_inputs: Any) -> Call:
         f"example_inputs: got {type(example_inputs).__name__}, expected a tensor, a tuple of positional arguments "
         "or a dict of keyword arguments."
     )
+
+
+def fresh(call: Call) -> Call:
+    """Return a call with copies of its tensors: a model's code may change its arguments (leaves stay as they are)."""
+    args, kwargs = map_tensors(call, lambda x: x if x.is_leaf and x.requires_grad else x.clone())
+    return args, kwargs
 
 
 def default_calls(model: Any) -> list[Call]:

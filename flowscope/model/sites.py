@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
-from flowscope.model.example_inputs import Call, as_call, block_calls, default_calls, describe, evaluating, runnable
+from flowscope.model.example_inputs import (
+    Call,
+    as_call,
+    block_calls,
+    default_calls,
+    describe,
+    evaluating,
+    fresh,
+    runnable,
+)
 from flowscope.model.flows import find_flows
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import Listing, aligned
@@ -258,7 +267,8 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
                 continue
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
-        trace.output = run(*call[0], **call[1])
+        args, kwargs = fresh(call)
+        trace.output = run(*args, **kwargs)
     trace.seen_outside.update({id(x): x for x in nested_tensors(trace.output)})
     return trace
 

@@ -57,6 +57,8 @@ class TracedBlock(NamedTuple):
     carriers: tuple[tuple[str, bool], ...]  # children on the carry's path, and whether each is a norm
     quiet: tuple[str, ...]  # children without a site that run more than one operation
     reason: str  # why there is no site; empty with sites
+    # whether the block's code changes in place what it holds as carry: from its entry on, then after each site
+    overwritten: tuple[bool, ...] = ()
 
 
 class Add(NamedTuple):
@@ -70,6 +72,8 @@ class Add(NamedTuple):
     modules: tuple[str, ...]
     result: Tensor
     statement: bool  # x.add_(f): its result may be used under the left operand's name
+    version: int  # of the result
+    before: dict[int, int]  # the versions of the arguments and of earlier hits just before, by id
 
     @property
     def own(self) -> int:
@@ -94,6 +98,11 @@ class Passage(NamedTuple):
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalisation, by its class's name."""
     return "norm" in type(module).__name__.lower()
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where nobody counts (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_feature_tensor(value: Any) -> bool:
@@ -143,6 +152,8 @@ class BlockTrace(TorchFunctionMode):
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.arguments: dict[int | str, Tensor] = {key: x for key, x in given.items() if is_feature_tensor(x)}
         self.nodes = Ancestry(self.arguments.values())
+        # what may be the carry, with its version then: the arguments, then what each hit made
+        self.held = [(x, version(x)) for x in self.arguments.values()]
         self.last_hit = 0
         self.adds: list[Add] = []
         self.joined: set[str] = set()
@@ -186,6 +197,7 @@ class BlockTrace(TorchFunctionMode):
         kwargs, nodes = kwargs or {}, self.nodes
         inputs = list(nested_tensors((args, kwargs)))
         masks = [nodes.of(x) for x in inputs]
+        before = self.versions() if func in ADDS else {}
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         outputs = list(nested_tensors(output))
@@ -201,7 +213,7 @@ class BlockTrace(TorchFunctionMode):
         self.operations[tuple(self.modules)] += 1
         bit = 1 << nodes.count
         if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
-            self.note_add(func, args[0], args[1], masks, output)
+            self.note_add(func, args[0], args[1], masks, output, before)
         elif name in JOINS or ("add" in name and "norm" in name):
             self.joined.add(name)
         nodes.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
@@ -218,16 +230,24 @@ class BlockTrace(TorchFunctionMode):
         self.nodes.remember(other, self.nodes.of(tensor), [tensor])
         return other
 
-    def note_add(self, func: Any, a: Tensor, b: Tensor, masks: list[int], result: Tensor) -> None:
+    def versions(self) -> dict[int, int]:
+        """Return the versions of what may be the carry, by id."""
+        return {id(x): version(x) for x, _ in self.held}
+
+    def note_add(
+        self, func: Any, a: Tensor, b: Tensor, masks: list[int], result: Tensor, before: dict[int, int]
+    ) -> None:
         """Record an add with its kind."""
         left, right = masks[:2]
         carry, kind = self.kind(a, b, left, right)
+        place, number = tuple(self.modules), version(result)
         statement = func is Tensor.add_
         self.adds.append(
-            Add(self.nodes.count, (a, b), (left, right), carry, kind, tuple(self.modules), result, statement)
+            Add(self.nodes.count, (a, b), (left, right), carry, kind, place, result, statement, number, before)
         )
         if carry is not None:
             self.last_hit = id(result)
+            self.held.append((result, number))
 
     def kind(self, a: Tensor, b: Tensor, left: int, right: int) -> tuple[int | None, str]:
         """Return the position of the carry in `a + b` (None: no merge) and the kind of shortcut."""
@@ -256,8 +276,17 @@ class BlockTrace(TorchFunctionMode):
         visible = [add for add in self.adds if outer(add.modules) not in quiet]
         argument = self.argument_of(chain[0])
         final = output if place is None else output[place]
-        sites, carriers = self.read_sites(chain, visible, own, self.arguments[argument], final)
-        return TracedBlock(sites, argument, place, tuple(sorted(carriers.items())), tuple(sorted(quiet)), "")
+        entry = self.arguments[argument]
+        sites, carriers = self.read_sites(chain, visible, own, entry, final)
+        changed = self.overwritten(entry, chain)
+        return TracedBlock(sites, argument, place, tuple(sorted(carriers.items())), tuple(sorted(quiet)), "", changed)
+
+    def overwritten(self, entry: Tensor, chain: list[Add]) -> tuple[bool, ...]:
+        """Return whether what the block held as carry was changed in place: the entry, then what each site made."""
+        held = [next(taken for taken in self.held if taken[0] is entry)]
+        held += [(add.result, add.version) for add in chain]
+        later = [*(add.before for add in chain), self.versions()]
+        return tuple(then[id(x)] != number for (x, number), then in zip(held, later, strict=True))
 
     def find_chain(self, output: Any) -> tuple[int | str | None, list[Add]]:
         """Return where the carried x leaves the block, and the hits on its path in order."""
