@@ -8,6 +8,7 @@ A rule is one class in one file; it answers for all that the package asks of it 
         observed = {"scale": Mean}                    # what `watch` records of it
 
         class Options(ModeOptions):
+            starting = ("init",)                      # where the parameters start: not compared at loading
             init: float = 1e-4
 
         def __init__(self, context, options):
@@ -49,6 +50,7 @@ Axis letters: B batch, T positions (any number of axes), D features, S streams, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -61,17 +63,26 @@ from torch import Tensor, nn
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.observed import NormInput, SiteSums
+from flowscope.merging.saved_options import decode, encode, refuse_other
 from flowscope.metrics import Metric
 from flowscope.model.sites import BlockSites
 from flowscope.sums.site_metrics import norm_factor
+
+logger = logging.getLogger("flowscope")
 
 State = Tensor | tuple[Tensor, ...] | None
 NormKind = Literal["pre", "post", "none"]
 
 
 class ModeOptions(BaseModel):
-    """Options of one rule; unknown names are errors."""
+    """Options of one rule; unknown names are errors.
 
+    Attributes:
+        starting: those that say where the parameters start and no more. The others decide the function at given
+            parameters: they are saved with a checkpoint and compared where it is loaded.
+    """
+
+    starting: ClassVar[tuple[str, ...]] = ()
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @classmethod
@@ -100,6 +111,8 @@ class ConnectionContext:
         feature_axis: -1, or 1 in convnets.
         norm_kinds: per site, where the block's own norm is: before the branch, after the add, or nowhere.
         outer_norms: per site, the block's own norm after the add (post-norm sites), else None.
+        overwritten: whether the block's code changes in place what it is given as carry: at its entry, then after each
+            site.
         role: the side of an encoder-decoder this flow is (`deepnorm`).
         other_blocks: blocks on the other side of an encoder-decoder, 0 without one (`deepnorm`).
     """
@@ -115,6 +128,7 @@ class ConnectionContext:
     feature_axis: int = -1
     norm_kinds: tuple[NormKind, ...] = ()
     outer_norms: tuple[nn.Module | None, ...] = ()
+    overwritten: tuple[bool, ...] = ()
     role: Literal["encoder", "decoder"] = "decoder"
     other_blocks: int = 0
     dtype: torch.dtype | None = None
@@ -132,6 +146,8 @@ class ConnectionContext:
                     f"connection: got {len(values)} {name}, expected one for each of {self.sites} sites."
                 )
             object.__setattr__(self, name, tuple(values))
+        if not self.overwritten:
+            object.__setattr__(self, "overwritten", (False,) * (self.sites + 1))
         if not self.total_sites:
             object.__setattr__(self, "total_sites", self.blocks * self.sites)
 
@@ -163,7 +179,9 @@ class Connection(nn.Module):
         expands: whether what travels between the blocks has an axis of streams.
         warmup: the articles' advice on how many times longer the warm-up is.
         left_behind: what `unwrap` does not undo; "" for nothing.
+        traps: {where the block's norm is: what was measured there}, said by `wrap` as a warning.
         sites: merge sites of the block.
+        overwritten: whether the block's code changes in place what `begin` and then each `merge` gave it.
         bypass_outer: per site, whether the block's own norm after the add must be skipped.
         alpha: per site, the constant weight of the carry.
         streams: number of streams S that travel between blocks; 0: x itself travels.
@@ -180,9 +198,12 @@ class Connection(nn.Module):
     expands: ClassVar[bool] = False
     warmup: ClassVar[float] = 1.0
     left_behind: ClassVar[str] = ""
+    traps: ClassVar[Mapping[str, str]] = {}
 
     is_flowscope_connection = True
     streams: int = 0
+    overwritten: tuple[bool, ...] = ()
+    notice: Any = None  # `weaving.Notice`: whether something was said already
     observer: Callable[..., None] | None = None
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -203,6 +224,7 @@ class Connection(nn.Module):
         self.offset = context.offset
         self.axis = context.feature_axis
         self.norm_kinds = context.norm_kinds
+        self.overwritten = context.overwritten
         self.bypass_outer: tuple[bool, ...] = (False,) * context.sites
         self.alpha: tuple[float, ...] = (1.0,) * context.sites
         # A tuple in a tuple: the norms stay children of the block, under their own names.
@@ -221,6 +243,11 @@ class Connection(nn.Module):
     def keeps_output(self) -> bool:
         """Whether the wrapped model computes at first what the plain one did; not, unless a rule says so."""
         return type(self).merge is Connection.merge
+
+    def function(self) -> dict[str, Any]:
+        """Return what decides the function at given parameters, by name: saved and compared (JSON values)."""
+        chosen = self.options.model_dump(mode="json", exclude={*self.options.starting})
+        return {"mode": self.mode, **chosen}
 
     @classmethod
     def describe(cls, connections: Sequence[Any]) -> str:
@@ -294,6 +321,25 @@ class Connection(nn.Module):
     def static_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of the rest (static coefficients, scales, gate biases, norms): never decayed."""
         return ((name, p) for name, p in self.named_parameters() if name.rsplit(".", 1)[-1] != "generator")
+
+    def get_extra_state(self) -> Tensor:
+        """Return what decides the function, for a checkpoint."""
+        return encode(self.function())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing: it was compared before anything was loaded."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        key = f"{prefix}_extra_state"
+        saved = decode(state_dict.get(key))
+        if saved is not None:
+            refuse_other(prefix.rstrip("."), saved, self.function())
+        elif any(name.startswith(prefix) for name in state_dict):  # saved by an earlier version
+            state_dict[key] = self.get_extra_state()
+            if self.notice is not None and not self.notice.without_options:
+                self.notice.without_options = True
+                logger.warning("the checkpoint holds no options of its connections: whether they agree is not known")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def features_last(self, x: Tensor) -> Tensor:
         """Return x with its feature axis last."""

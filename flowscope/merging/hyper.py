@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,6 +17,7 @@ from flowscope.merging.streams import Coefficients, StreamConnection, StreamOpti
 class StaticHyperOptions(StreamOptions):
     """Static hyper-connections."""
 
+    starting: ClassVar[tuple[str, ...]] = ("init", "output_scale")
     init: Literal["prenorm", "ramp", "alternate", "mixed", "sparse"] = "prenorm"
     reduce: Literal["mean", "sum"] = "mean"
     output_scale: bool = Field(False, description="start the write at 1/sqrt(n)")
@@ -25,6 +26,7 @@ class StaticHyperOptions(StreamOptions):
 class HyperOptions(StaticHyperOptions):
     """Dynamic hyper-connections."""
 
+    starting: ClassVar[tuple[str, ...]] = (*StaticHyperOptions.starting, "dynamic_scale_init")
     dynamic_scale_init: float = Field(0.01, description="first value of the scales s of the dynamic part")
     tanh: bool = True
     separate_scales: bool = Field(False, description="own scales for read, residual and write; else s_alpha and s_beta")

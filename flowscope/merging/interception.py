@@ -14,12 +14,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
-from flowscope.model.tracing import ADDS, CASTS, SiteRule
+from flowscope.model.tracing import ADDS, CASTS, SiteRule, version
 from flowscope.torch_internals import newest_mode, without_newest_mode
+
+DROPOUTS = tuple(
+    getattr(space, name) for space in (functional, torch) for name in dir(space) if name.endswith("dropout")
+)
+"""What returns its argument as it is in evaluation; whatever else returns it has changed it in place."""
 
 
 class BlockRule(NamedTuple):
@@ -52,6 +58,7 @@ class BlockCall:
         self.shape: torch.Size | None = None
         self.fired = [0]
         self.seen = [0]
+        self.handed: list[tuple[int, Tensor, int] | None] = [None]
 
     def meet(self, site: int, state: State, func: Any, left: Tensor, right: Tensor, alpha: Any) -> Tensor:
         """Answer the add at a site."""
@@ -64,14 +71,35 @@ class BlockCall:
             x, f = (x * alpha, f) if self.rules[site].carry else (x, f * alpha)
         if site == 0 and self.rule.deferred:
             x, state = self.connection.begin(x)
+        self.refuse_overwritten()
         here = x.shape
         if self.shape is not None and len(here) != len(self.shape):  # the block flattened its positions
             x, f = x.reshape(self.shape), f.reshape(self.shape)
         y, self.state[0] = self.connection.at_site(site, state, x, f)
         self.fired[0] += 1
+        self.hand(site + 1, y)
         if y.dim() != len(here):
             y = y.reshape(here)
         return left.copy_(y) if statement else y
+
+    def hand(self, point: int, y: Tensor) -> None:
+        """Keep what a connection with streams gives the block's code, to see whether it is changed in place."""
+        if self.connection.streams and not torch.compiler.is_compiling():
+            self.handed[0] = (point, y, version(y))
+
+    def refuse_overwritten(self) -> None:
+        """Raise where what was given was changed in place and the trace had not shown it: streams would not follow."""
+        if self.handed[0] is None:
+            return
+        point, y, number = self.handed[0]
+        self.handed[0] = None
+        if version(y) != number and not self.connection.overwritten[point]:
+            where = f"after merge {point - 1}" if point else "at its entry"
+            raise FlowscopeError(
+                f"{self.rule.path}: its code changes the carry in place {where}, as it did not in the trace, and the "
+                "streams would not follow. Pass example_inputs that take the path you train, or leave the block out "
+                "with where=."
+            )
 
 
 class Carry(Tensor):
@@ -99,8 +127,13 @@ class Carry(Tensor):
             y = func(carry.plain, *[plain(a) for a in args[1:]], **(kwargs or {}))
             return tag(y, carry.call, carry.site, carry.state, carry.touched)
         if kwargs:
-            return func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
-        return func(*[plain(a) for a in args])
+            output = func(*[plain(a) for a in args], **{name: plain(a) for name, a in kwargs.items()})
+        else:
+            output = func(*[plain(a) for a in args])
+        if not args or type(args[0]) is not Carry or output is not args[0].plain:
+            return output
+        passed_on = any(func is dropout for dropout in DROPOUTS) and not (kwargs and kwargs.get("inplace"))
+        return output if passed_on else args[0]
 
 
 def tag(x: Tensor, call: BlockCall, site: int, state: State, touched: int = 0) -> Carry:
@@ -155,12 +188,15 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     connection = block._modules[rule.child]
     place, named = rule.position, rule.name in kwargs
     x = kwargs[rule.name] if named else args[place]
-    if x.is_nested or (rule.dims and x.dim() != rule.dims):
+    if not isinstance(x, Tensor):
+        refuse_kind(rule, x)
+    if x.is_nested or (rule.dims and x.dim() not in (rule.dims, rule.dims - (not connection.first))):
         refuse_shape(rule, x)
     call = BlockCall(connection, rule)
     if not rule.deferred:
         x, call.state[0] = connection.begin(x)
         call.shape = x.shape
+        call.hand(0, x)
     tagged = rule.taggable and type(x) is Tensor
     carried = tag(x, call, 0, call.state[0]) if tagged else x
     if named:
@@ -179,6 +215,7 @@ def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
 
 def leave(output: Any, place: int | str | None, call: BlockCall) -> Any:
     """Return a block's output without tags, its carry as the connection hands it on."""
+    call.refuse_overwritten()
     if place is None or isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
         return call.connection.end(plain(output), call.state[0])
     if isinstance(output, dict):
@@ -200,14 +237,21 @@ def refuse_missed(rule: BlockRule, call: BlockCall) -> None:
     )
 
 
+def refuse_kind(rule: BlockRule, x: Any) -> None:
+    """Raise: what came in is no tensor."""
+    raise FlowscopeError(
+        f"{rule.path}: got {type(x).__name__} where the carried x was expected, a tensor. Pass example_inputs to wrap, "
+        "or leave the block out with where=."
+    )
+
+
 def refuse_shape(rule: BlockRule, x: Tensor) -> None:
     """Raise: what came in is not what the connection carries."""
     if x.is_nested:
         raise FlowscopeError(f"{rule.path}: got a nested tensor; build the encoder with enable_nested_tensor=False.")
     raise FlowscopeError(
-        f"{rule.path}: got {x.dim()} axes {list(x.shape)}, expected {rule.dims}: streams were not expanded or reduced "
-        "before this block (a block was skipped, or code between the blocks changed x). Pass example_inputs, "
-        "or wrap fewer blocks with where=."
+        f"{rule.path}: got {x.dim()} axes {list(x.shape)}, expected {rule.dims}: streams were not reduced before this "
+        "block, or code between the blocks changed x. Pass example_inputs, or wrap fewer blocks with where=."
     )
 
 

@@ -24,6 +24,7 @@ _HOT = 0.94  # first read of its own stream; the others share the rest (a unifor
 class ManifoldOptions(StreamOptions):
     """Manifold-constrained hyper-connections."""
 
+    starting = ("init_diagonal",)
     iterations: int = Field(20, ge=1, description="Sinkhorn iterations")
     init_diagonal: float = Field(2.0, description="first logit of the diagonal of the residual mapping (others 0)")
 
@@ -174,6 +175,10 @@ class ManifoldConnection(StreamConnection):
     mode = "mhc"
     Options: ClassVar[type[ModeOptions]] = ManifoldOptions
     Site: ClassVar[type[ManifoldSite]] = ManifoldSite
+    traps: ClassVar = {
+        "post": "mhc on post-norm blocks did not learn where the plain post-norm model does not (measured at 24 "
+        "blocks); keel or dhc does"
+    }
     warmup = 1.5
 
     def __init__(self, context: ConnectionContext, options: Any) -> None:

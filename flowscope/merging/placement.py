@@ -20,7 +20,11 @@ from flowscope.model.sites import BlockSites, SitePlan
 
 def servable(plan: SitePlan, rule: type[Connection]) -> SitePlan:
     """Return the plan without the blocks a rule cannot serve."""
-    refused = {block.path: reason for block in plan.blocks if (reason := rule.refusal(block))}
+    return without(plan, {block.path: reason for block in plan.blocks if (reason := rule.refusal(block))})
+
+
+def without(plan: SitePlan, refused: dict[str, str]) -> SitePlan:
+    """Return the plan without some blocks ({path: reason}); streams end before each and begin anew after it."""
     kept = []
     for number, block in enumerate(plan.blocks):
         before = plan.blocks[number - 1].path in refused if number else True
@@ -28,6 +32,15 @@ def servable(plan: SitePlan, rule: type[Connection]) -> SitePlan:
         if block.path not in refused:
             kept.append(replace(block, first=block.first or before, last=block.last or after))
     return SitePlan(tuple(kept), (*plan.refused, *refused.items()), plan.traced)
+
+
+def stretches(plan: SitePlan) -> Iterator[list[BlockSites]]:
+    """Yield the consecutive blocks between which streams travel, two and more."""
+    stretch: list[BlockSites] = []
+    for block in plan.blocks:
+        stretch = [block] if block.first else [*stretch, block]
+        if block.last and len(stretch) > 1:
+            yield stretch
 
 
 def block_rule(model: nn.Module, block: BlockSites, expands: bool) -> BlockRule:
@@ -94,6 +107,7 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
                 feature_axis=axis,
                 norm_kinds=tuple(cast(NormKind, site.norm) for site in traced),
                 outer_norms=tuple(module.get_submodule(s.outer_norm) if s.outer_norm else None for s in traced),
+                overwritten=block.traced.overwritten,
                 role=cast(Any, roles[flow]),
                 other_blocks=sum(n for other, n in blocks.items() if roles[other] != roles[flow]),
                 dtype=place.dtype,

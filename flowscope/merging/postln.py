@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -27,6 +27,7 @@ class KeelPostLNOptions(ModeOptions):
 class DeepNormOptions(ModeOptions):
     """`LN(alpha x + f)`, branch weights scaled by beta."""
 
+    starting = ("beta",)
     alpha: float | None = Field(None, gt=0, description="weight of the carry; None: from the depth")
     beta: float | None = Field(None, gt=0, description="Xavier gain of the branch weights; None: from the depth")
 
@@ -73,6 +74,10 @@ class KeelPostLNConnection(Connection):
         self.outer = nn.ModuleDict(
             {str(k): _rms_norm(context) for k in range(self.sites) if self.outer_sites[k] and kinds[k] != "post"}
         )
+
+    def function(self) -> dict[str, Any]:
+        """Alpha as it is: where it follows the depth, another depth has another."""
+        return {**super().function(), "alpha": [*self.alpha]}
 
     @classmethod
     def refusal(cls, block: BlockSites) -> str:
@@ -150,6 +155,10 @@ class DeepNormConnection(Connection):
         alpha = options.alpha if options.alpha is not None else side.alpha
         self.beta = options.beta if options.beta is not None else side.beta
         self.alpha = (alpha,) * self.sites
+
+    def function(self) -> dict[str, Any]:
+        """Alpha as it is, from the depth or chosen."""
+        return {**super().function(), "alpha": [*self.alpha]}
 
     def prepare(self, block: nn.Module) -> None:
         """Draw the branch weights with gain beta."""

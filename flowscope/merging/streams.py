@@ -50,10 +50,12 @@ class StreamOptions(ModeOptions):
 class StreamConnection(Connection):
     """Read, branch, write on S streams: `h' = residual h + write f(read h)`.
 
-    The first block of the flow expands (every stream is x), the last reduces by mean or sum. Whatever the block's code
-    does to the carry between or after the merges (the norm of a post-norm block, a ReLU after the add) is applied to
-    the one tensor it sees, and the change is then given to all streams: equal streams stay equal, so the output is
-    kept at the start on post-norm blocks too.
+    The first block of the flow expands (every stream is x), the last reduces by mean or sum; a block that gets no
+    streams, because the first did not run, expands too (where they leave the flow early: `stream_outputs`).
+
+    Whatever the block's code does to the carry between or after the merges (the norm of a post-norm block, a ReLU after
+    the add) is applied to the one tensor it sees, and the change is then given to all streams: equal streams stay
+    equal, so the output is kept at the start on post-norm blocks too.
 
     The state is (residual h [M, S, D], residual, write, what the block's code was given); after the last site
     (streams, what it was given). Observed: "streams" [B, T..., S, D] before the site, "branch_input" (the read h0),
@@ -68,6 +70,7 @@ class StreamConnection(Connection):
         "norm_input": None,
     }
     expands = True
+    stretch: Any = None  # `stream_outputs.Stretch`: the blocks that streams travel through, where there are several
     site: nn.ModuleList
 
     def __init__(
@@ -88,8 +91,10 @@ class StreamConnection(Connection):
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         """Expand at the first block; return the read of the first site and the state."""
+        if self.stretch is not None:
+            self.stretch.arrives()
         with full_precision(x):
-            if self.first:
+            if self.first or (self.stretch is not None and x.dim() < self.stretch.axes):
                 x = self.features_last(x)
                 self._check(x, x.shape[-1:], (self.features,))
                 streams = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
@@ -117,7 +122,7 @@ class StreamConnection(Connection):
                 return self._read(site + 1, streams, f.shape[:-1])
             streams = streams.view(*f.shape[:-1], self.streams, self.features)
             given = self.features_back(self._after(site, streams))
-            return given, (streams, given)
+            return self._handed(site + 1, given), (streams, given)
 
     def end(self, y: Tensor, state: State) -> Tensor:
         """Return the streams, or at the last block what the block's code made of their reduction."""
@@ -126,7 +131,8 @@ class StreamConnection(Connection):
         assert isinstance(state, tuple)
         streams, given = state
         with full_precision(y):
-            return streams if y is given else streams + self._change(y, given)
+            streams = streams if y is given else streams + self._change(y, given)
+        return streams if self.stretch is None else self.stretch.leaves(streams)
 
     def _read(self, site: int, streams: Tensor, shape: torch.Size) -> tuple[Tensor, State]:
         """Return the read of a site and the state, from streams [M, S, D] and the `shape` [B, T...]."""
@@ -141,7 +147,11 @@ class StreamConnection(Connection):
             # made in one node with what they mix, the matrices get no gradient of their own
             self.observe(site, "residual_mix", residual, through=mixed)
             self.observe(site, "write", write)
-        return given, (mixed, residual, write, given)
+        return self._handed(site, given), (mixed, residual, write, given)
+
+    def _handed(self, point: int, given: Tensor) -> Tensor:
+        """Return what the block's code gets at its entry (0) or after a site: a copy where it changes that in place."""
+        return given.clone() if self.overwritten and self.overwritten[point] else given
 
     def _mix(self, site: int, h: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
         """Return read h [M, 1, D], residual h [M, S, D] and the coefficients of the streams h [M, S, D]."""

@@ -1,4 +1,4 @@
-"""Check that what `wrap` promised happens: every wrapped block runs, every site fires, the output is what it says."""
+"""Check that what `wrap` promised happens: every wrapped block runs, every site fires, the output is kept."""
 
 from __future__ import annotations
 
@@ -7,24 +7,42 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowscope.errors import FlowscopeError
-from flowscope.model.nested import nested_tensors
+from flowscope.merging.comparison import first_difference, plain_run, run, woven_connections
+from flowscope.merging.difference import alike, difference, tolerance
 from flowscope.model.sites import SitePlan, Trial, untouched
 
 
-def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> Any:
-    """Run the woven model once as before; return its output.
+class BlockError(FlowscopeError):
+    """A wrapped block that cannot run; the others may."""
+
+    def __init__(self, path: str, error: Exception) -> None:
+        said = str(error) if isinstance(error, FlowscopeError) else f"{type(error).__name__}: {error}"
+        super().__init__(f"wrap: {path}: the wrapped block could not be run ({said}); the model is as it was.")
+        self.path = path
+        self.reason = f"the wrapped block could not be run ({said})"
+
+
+def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> float:
+    """Run the woven model once as before; return by how much its output moved.
 
     Raises:
-        FlowscopeError: a promised block did not run or a site did not fire.
+        BlockError: a site of a block did not fire, or its code failed.
+        FlowscopeError: a promised block did not run, the output has other tensors than before, or the mode keeps the
+            output and it moved.
     """
     ran: set[str] = set()
 
     def note(path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
         ran.add(path)
-        return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs)
+        except (BlockError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise BlockError(path, error) from error
 
     with untouched(model), contextlib.ExitStack() as stack:
         for block in plan.blocks:
@@ -32,7 +50,7 @@ def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> Any:
             module.forward = functools.partial(note, block.path, module.forward)  # some models call forward directly
             stack.callback(vars(module).pop, "forward", None)
         try:
-            output = trial.module(*trial.call[0], **trial.call[1])
+            output = run(trial)
         except FlowscopeError:
             raise
         except Exception as error:
@@ -40,7 +58,31 @@ def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> Any:
                 f"wrap: the wrapped model could not be run ({type(error).__name__}: {error}); it is as it was."
             ) from error
     refuse_idle(ran, [block.path for block in plan.blocks])
-    return output
+    return check_kept(model, trial, output)
+
+
+def check_kept(model: nn.Module, trial: Trial, output: Any) -> float:
+    """Return by how much the output moved.
+
+    A model may move as much by rounding alone (a router that flips, a depth of hundreds) or by itself (it draws noise
+    from elsewhere than torch): then nothing can be said, and nothing is. The control is the plain model with each
+    merge rounded once more.
+
+    Raises:
+        FlowscopeError: it moved, and the mode keeps it; or it has other tensors than before.
+    """
+    change, promised = difference(trial.output, output), all(c.keeps_output() for c in woven_connections(model))
+    if not promised and alike(trial.output, output):
+        return change
+    if change <= tolerance(model, trial.output) or change <= 3 * difference(trial.output, plain_run(model, trial)):
+        return change
+    mode = woven_connections(model)[0].mode
+    moved = "tensors of other shapes come out" if change == float("inf") else f"it moved by {change:.1e} relative"
+    promise = "promises to keep the output" if promised else "may change values, not shapes"
+    raise FlowscopeError(
+        f"wrap(mode={mode!r}) {promise}, but on these inputs {moved}; it begins {first_difference(model, trial)}. "
+        "Leave that block out with where=..., or use mode='keel' with preserve=True."
+    )
 
 
 def refuse_idle(ran: set[str], promised: list[str]) -> None:
@@ -51,62 +93,3 @@ def refuse_idle(ran: set[str], promised: list[str]) -> None:
             f"wrap: {len(idle)} of {len(promised)} wrapped blocks did not run in this forward: {', '.join(idle[:5])}. "
             "Leave them out with where=, or pass example_inputs that use them."
         )
-
-
-class FirstForward:
-    """Checks after the model's first forward that each block found by structure alone has run."""
-
-    def __init__(self, promised: list[str]) -> None:
-        self.promised = promised
-        self.ran: set[str] = set()
-        self.done = False
-
-    @classmethod
-    def attach(cls, model: nn.Module, promised: list[str]) -> None:
-        """Watch the model's first forward."""
-        check = cls(promised)
-        model.register_forward_hook(check)
-        for path in promised:
-            model.get_submodule(path).register_forward_hook(BlockRan(check, path))
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Check once, after the forward of the whole model."""
-        if self.done or torch.compiler.is_compiling():
-            return
-        self.done = True
-        remove_hooks(module, FirstForward, BlockRan)
-        refuse_idle(self.ran, self.promised)
-
-
-class BlockRan:
-    """Notes that a block ran."""
-
-    def __init__(self, check: FirstForward, path: str) -> None:
-        self.check, self.path = check, path
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note it."""
-        if not self.check.done and not torch.compiler.is_compiling():
-            self.check.ran.add(self.path)
-
-
-def remove_hooks(model: nn.Module, *kinds: type) -> None:
-    """Take the forward hooks of these classes off a model."""
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, kinds):
-                del module._forward_hooks[key]
-
-
-def difference(before: Any, after: Any) -> float:
-    """Return the largest relative difference between two outputs of the model."""
-    pairs = zip(nested_tensors(before), nested_tensors(after), strict=False)
-    return max((relative(a, b) for a, b in pairs if a.is_floating_point() and a.shape == b.shape), default=0.0)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """Return max |a - b| over max |a|."""
-    if a.is_meta or not a.numel():
-        return 0.0
-    scale = a.abs().max().item()
-    return (a.double() - b.double()).abs().max().item() / (scale or 1.0)

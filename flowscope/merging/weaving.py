@@ -29,7 +29,8 @@ logger = logging.getLogger("flowscope")
 class Notice:
     """Whether something was said already; shared by the connections of one `wrap`."""
 
-    said: bool = False
+    said: bool = False  # that a checkpoint has no connections
+    without_options: bool = False  # that it has them, without their options
 
 
 @dataclass
@@ -50,12 +51,19 @@ class Recipe:
 
 
 class Woven:
-    """Marks the classes made here."""
+    """Marks the classes made here.
+
+    Attributes:
+        flowscope_run: what is called instead of the original forward, as `run(module, forward, args, kwargs)`.
+    """
+
+    flowscope_run: Any
 
 
 class WovenBlock(Woven):
     """A block with merge sites: its forward is the original's between `begin` and `end` of the connection."""
 
+    flowscope_run = staticmethod(run_block)
     flowscope_rule: BlockRule
     flowscope_recipe: Recipe
 
@@ -78,6 +86,7 @@ class WovenSequence(WovenBlock):
 class WovenChild(Woven):
     """A child of a woven block that holds no site: it gets the plain tensor, out of sight of the mode."""
 
+    flowscope_run = staticmethod(run_child)
     flowscope_carries: str  # "" | "carry" | "norm": what it returns is the carry
 
 
@@ -90,14 +99,13 @@ def fill_absent(state_dict: dict[str, Any], prefix: str, child: str, recipe: Rec
     state_dict.update({f"{own}{name}": value for name, value in values.items()})
     if values and not recipe.notice.said:
         recipe.notice.said = True
-        logger.info("the checkpoint was saved before wrap: its connections start from their initial values")
+        logger.warning("the checkpoint was saved before wrap: its connections start from their initial values")
 
 
 @functools.cache
 def woven_class(mixin: Any, base: Any) -> type:
     """Return the class of a woven module: `base` under its own name, with `mixin` in front."""
-    run = run_child if issubclass(mixin, WovenChild) else run_block
-    original = base.forward
+    run, original = mixin.flowscope_run, base.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +158,7 @@ def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) 
             vars(child)["flowscope_carries"] = kind or child.flowscope_carries
     change_class(module, WovenSequence if isinstance(module, nn.Sequential) else WovenBlock, block.path)
     vars(module).update(flowscope_rule=rule, flowscope_recipe=recipe)
+    vars(connection)["notice"] = recipe.notice
     module.add_module(rule.child, connection)
 
 
@@ -159,6 +168,6 @@ def unweave(model: nn.Module) -> None:
         if isinstance(module, WovenBlock):
             del module._modules[module.flowscope_rule.child]
         if isinstance(module, Woven):
-            for name in ("flowscope_rule", "flowscope_carries", "flowscope_recipe"):
+            for name in ("flowscope_rule", "flowscope_carries", "flowscope_recipe", "flowscope_stretches"):
                 vars(module).pop(name, None)
             module.__class__ = original_class(module)

@@ -17,13 +17,15 @@ from torch import nn
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ModeOptions
+from flowscope.merging.first_forward import BlockRan, FirstForward, remove_hooks
 from flowscope.merging.idle import freeze_idle, thaw_idle
 from flowscope.merging.modes import Rule, parse_options, rule_of
-from flowscope.merging.placement import block_rule, contexts, servable
-from flowscope.merging.stream_outputs import ReduceHiddenStates
-from flowscope.merging.verification import BlockRan, FirstForward, check_run, difference, remove_hooks
+from flowscope.merging.placement import block_rule, contexts, servable, stretches, without
+from flowscope.merging.stream_outputs import HOOKS, attach_hooks
+from flowscope.merging.surroundings import adapter_notice, refuse_parallel
+from flowscope.merging.verification import BlockError, check_run
 from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
-from flowscope.model.sites import SitePlan, plan_sites, uncompiled
+from flowscope.model.sites import SitePlan, Trial, plan_sites, uncompiled
 
 logger = logging.getLogger("flowscope")
 
@@ -54,7 +56,8 @@ def wrap(
 
     Raises:
         FlowscopeError: an unknown mode or option, a model already wrapped or without residual merges, inputs it cannot
-            be run on, a block this mode cannot serve. The model is then as it was.
+            be run on, no block this mode can serve, a promise that is not kept (see docs/wrapping.md), or a model that
+            is under DDP or FSDP already. The model is then as it was.
     """
     rule = rule_of(mode)
     settings = parse_options(rule, **options)
@@ -63,6 +66,7 @@ def wrap(
     inner = uncompiled(model)
     if is_wrapped(inner):
         raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
+    refuse_parallel(inner)
     plan, trial = plan_sites(inner, example_inputs, where)
     plan = servable(plan, rule)
     if not plan.blocks:
@@ -71,23 +75,49 @@ def wrap(
             f"wrap: no residual merge found in {type(inner).__name__}, nothing was changed. {reasons}. "
             "See flowscope.find_sites(model, example_inputs)."
         )
+    plan, change = put_in(inner, plan, trial, rule, settings)
     try:
-        weave_plan(inner, plan, rule, settings)
-        change = difference(trial.output, check_run(inner, plan, trial)) if trial is not None else None
         idle = freeze_idle(connection for _, connection in connections(inner))
         extend_optimizer(inner, optimizer)
     except BaseException:
-        thaw_idle(inner)
-        unweave(inner)
+        take_out(inner)
         raise
-    if trial is None:
-        FirstForward.attach(inner, [block.path for block in plan.blocks])
-    if rule.expands:
-        ReduceHiddenStates.attach(inner, {len(block.shape) for block in plan.blocks})
     for path, connection in connections(inner):
         connection.prepare(inner.get_submodule(path.rpartition(".")[0]))
     report(inner, plan, optimizer, change, idle)
     return model
+
+
+def put_in(
+    model: nn.Module, plan: SitePlan, trial: Trial | None, rule: Rule, settings: ModeOptions
+) -> tuple[SitePlan, float | None]:
+    """Put the connections of a plan in, check them, and leave single blocks out that cannot run with them.
+
+    Returns:
+        The plan as carried out, and by how much the output moved (None: not known without a trial).
+    """
+    while True:
+        try:
+            weave_plan(model, plan, rule, settings)
+            if trial is not None:
+                return plan, check_run(model, plan, trial)
+            FirstForward.attach(model, [block.path for block in plan.blocks])
+            return plan, None
+        except BlockError as fault:
+            take_out(model)
+            plan = without(plan, {fault.path: fault.reason})
+            if not plan.blocks:
+                raise
+        except BaseException:
+            take_out(model)
+            raise
+
+
+def take_out(model: nn.Module) -> None:
+    """Undo all that `wrap` did to a model's modules."""
+    unweave(model)
+    thaw_idle(model)
+    remove_hooks(model, *HOOKS, FirstForward, BlockRan)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -105,9 +135,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     found = [connection for _, connection in connections(inner)]
     trained = [block for block in blocks if is_trained(block)]
     lost = sum(p.numel() for c in found for p in c.parameters())
-    unweave(inner)
-    thaw_idle(inner)
-    remove_hooks(inner, ReduceHiddenStates, FirstForward, BlockRan)
+    take_out(inner)
     if found[0].left_behind:
         logger.warning("unwrap: %s", found[0].left_behind)
     if trained or not all(connection.keeps_output() for connection in found):
@@ -127,11 +155,14 @@ def connections(model: nn.Module) -> list[tuple[str, Connection]]:
 
 
 def weave_plan(model: nn.Module, plan: SitePlan, rule: Rule, settings: ModeOptions) -> None:
-    """Make the connections of a plan and put them in."""
+    """Make the connections of a plan, put them in, and hook what else would see their streams."""
     notice, seed = Notice(), torch.initial_seed()
     for number, (block, context) in enumerate(contexts(model, plan)):
         recipe = Recipe(rule, context, settings, (seed + number) % 2**63, notice)
         weave(model, block, block_rule(model, block, rule.expands), recipe)
+    if rule.expands:
+        made = {path.rpartition(".")[0]: connection for path, connection in connections(model)}
+        attach_hooks(model, [(blocks, [made[b.path] for b in blocks]) for blocks in stretches(plan)])
 
 
 def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -170,18 +201,23 @@ def report(
     added = sum(p.numel() for c in found for p in c.parameters())
     kept = "kept" if all(connection.keeps_output() for connection in found) else "not kept"
     described = found[0].describe(found)
-    measured = "" if change is None else f" (measured: {change:.1e} relative)"
+    unknown = (
+        "no example inputs: compared at the first forward" if kept == "kept" else "no example inputs: not measured"
+    )
+    measured = unknown if change is None else f"it moved by {change:.1e} relative"
     parts = [
         f"wrap(mode={found[0].mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
-        f"output at the start {kept}{measured}",
+        f"output at the start {kept} ({measured})",
         *([f"{idle} norms of the model are unused and frozen"] if idle else []),
         *([described] if described else []),
         "the optimizer has the new parameters"
         if optimizer is not None
         else "an optimizer made before this does not have the new parameters (optimizer=...)",
         "flowscope.watch(model) records them",
+        *(said for kind, said in found[0].traps.items() if any(kind in c.norm_kinds for c in found)),
+        *filter(None, [adapter_notice(model)]),
     ]
     if plan.refused:
         path, reason = plan.refused[0]
         parts.insert(1, f"{len(plan.refused)} blocks not wrapped (see find_sites), such as {path}: {reason}")
-    logger.log(logging.WARNING if plan.refused else logging.INFO, "; ".join(parts))
+    logger.warning("; ".join(parts))
