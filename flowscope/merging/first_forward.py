@@ -22,11 +22,12 @@ class FirstForward:
     was trained or loaded yet, and the arguments can be passed again (tensors and plain values: no cache that fills).
     """
 
+    start: list[dict[str, Tensor]] | None = None  # pickles of 0.1 have none: nothing to compare with
+
     def __init__(self, promised: list[str]) -> None:
         self.promised = promised
         self.ran: set[str] = set()
         self.done = False
-        self.start: list[dict[str, Tensor]] = []
 
     @classmethod
     def attach(cls, model: nn.Module, promised: list[str]) -> None:
@@ -37,8 +38,8 @@ class FirstForward:
         for path in promised:
             model.get_submodule(path).register_forward_hook(BlockRan(check, path))
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Check once, after the forward of the whole model."""
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        """Check once, after the forward of the whole model (hooked by 0.1, it gets no keyword arguments)."""
         if self.done or torch.compiler.is_compiling():
             return
         self.done = True
@@ -53,7 +54,11 @@ class FirstForward:
     def can_compare(self, module: nn.Module, call: Any) -> bool:
         """Whether the model can be run again on these arguments, plain and wrapped, and should give the same."""
         found = woven_connections(module)
-        if not all(c.keeps_output() for c in found) or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            self.start is None
+            or not all(c.keeps_output() for c in found)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return False
         plain = is_plain(call) and all(type(p) is nn.Parameter for p in module.parameters())  # no sharded ones
         now = (connection.state_dict() for connection in found)

@@ -137,6 +137,19 @@ class ReduceReturned:
         return output
 
 
+class ReduceHiddenStates:
+    """The hook of 0.1 in the place of `ReduceReturned`; its pickles know the axes of a hidden state and no more."""
+
+    dims: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reduce the hidden states with one axis more."""
+        for key in [k for k in output if "hidden_states" in k] if isinstance(output, dict) else []:
+            if isinstance(output[key], tuple):
+                output[key] = tuple(x.mean(-2) if x.dim() == self.dims + 1 else x for x in output[key])
+        return output
+
+
 class ReduceTaken:
     """Forward pre-hook on what the module that runs the blocks calls besides them."""
 
@@ -148,7 +161,7 @@ class ReduceTaken:
         return plain(self.stretches, module, args, unmarked=True), plain(self.stretches, module, kwargs, unmarked=True)
 
 
-HOOKS = (ReduceReturned, ReduceTaken)
+HOOKS = (ReduceReturned, ReduceHiddenStates, ReduceTaken)
 
 
 def has_compiled_blocks(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class BlockError(FlowscopeError):
         super().__init__(f"wrap: {path}: the wrapped block could not be run ({said}); the model is as it was.")
         self.path = path
         self.reason = f"the wrapped block could not be run ({said})"
+
+
+class PromiseError(FlowscopeError):
+    """The wrapped model does not do what its mode says."""
 
 
 def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> float:
@@ -69,7 +74,7 @@ def check_kept(model: nn.Module, trial: Trial, output: Any) -> float:
     merge rounded once more.
 
     Raises:
-        FlowscopeError: it moved, and the mode keeps it; or it has other tensors than before.
+        PromiseError: it moved, and the mode keeps it; or it has other tensors than before.
     """
     change, promised = difference(trial.output, output), all(c.keeps_output() for c in woven_connections(model))
     if not promised and alike(trial.output, output):
@@ -79,7 +84,7 @@ def check_kept(model: nn.Module, trial: Trial, output: Any) -> float:
     mode = woven_connections(model)[0].mode
     moved = "tensors of other shapes come out" if change == float("inf") else f"it moved by {change:.1e} relative"
     promise = "promises to keep the output" if promised else "may change values, not shapes"
-    raise FlowscopeError(
+    raise PromiseError(
         f"wrap(mode={mode!r}) {promise}, but on these inputs {moved}; it begins {first_difference(model, trial)}. "
         "Leave that block out with where=..., or use mode='keel' with preserve=True."
     )
@@ -93,3 +98,10 @@ def refuse_idle(ran: set[str], promised: list[str]) -> None:
             f"wrap: {len(idle)} of {len(promised)} wrapped blocks did not run in this forward: {', '.join(idle[:5])}. "
             "Leave them out with where=, or pass example_inputs that use them."
         )
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class that stood here in 0.1, whose pickles name it."""
+    if name in ("FirstForward", "BlockRan"):
+        return getattr(importlib.import_module("flowscope.merging.first_forward"), name)
+    raise AttributeError(name)

@@ -27,6 +27,7 @@ from flowscope.instruments import METRICS
 from flowscope.instruments.merge_sites import MergeSites
 from flowscope.merging.connection import Connection
 from flowscope.merging.modes import rule_of
+from flowscope.merging.verification import PromiseError
 from flowscope.merging.wrapping import connections, unwrap, wrap
 from flowscope.records import Array
 
@@ -393,11 +394,11 @@ def check_connection(rule: type[Connection] | str, **options: Any) -> None:
 
 
 def refused(subject: Subject) -> bool:
-    """Whether the rule says that it cannot serve this model; a model it cannot run is no refusal."""
+    """Whether the rule says that it cannot serve this model; one it cannot run, or changes unannounced, is none."""
     try:
         subject.wrapped()
     except FlowscopeError as error:
-        return error.__cause__ is None
+        return error.__cause__ is None and not isinstance(error, PromiseError)
     return False
 
 
