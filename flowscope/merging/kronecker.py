@@ -23,6 +23,7 @@ LARGEST = 5
 class KroneckerOptions(StreamOptions):
     """Manifold-constrained hyper-connections whose mixing is a Kronecker product."""
 
+    starting = ("init_identity",)
     init_identity: float = Field(8.0, description="first logit of the identity over those of the other permutations")
 
     @field_validator("streams")

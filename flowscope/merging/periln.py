@@ -13,6 +13,7 @@ from flowscope.sums.statistics import full_precision
 class PeriLNOptions(ModeOptions):
     """`x + LN(f(LN x))`."""
 
+    starting = ("init",)
     init: float = Field(1.0, description="first weight of the norms behind the branches")
 
 

@@ -20,6 +20,7 @@ from flowscope.merging.streams import StreamOptions
 class PermutationOptions(StreamOptions):
     """Manifold-constrained hyper-connections without iterations."""
 
+    starting = ("init_identity",)
     streams: int = Field(4, ge=1, le=5, description="number of residual streams n; n! permutations are mixed")
     init_identity: float = Field(8.0, description="first logit of the identity over those of the other permutations")
 

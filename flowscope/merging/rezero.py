@@ -15,6 +15,7 @@ from flowscope.metrics import Metric
 class ReZeroOptions(ModeOptions):
     """`x + a f`."""
 
+    starting = ("init",)
     init: float = Field(0.0, description="first value of a")
 
 

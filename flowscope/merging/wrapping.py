@@ -214,7 +214,11 @@ def report(
         if optimizer is not None
         else "an optimizer made before this does not have the new parameters (optimizer=...)",
         "flowscope.watch(model) records them",
-        *(said for kind, said in found[0].traps.items() if any(kind in c.norm_kinds for c in found)),
+        *(
+            said
+            for kind, said in vars(type(found[0])).get("traps", {}).items()
+            if any(kind in c.norm_kinds for c in found)
+        ),
         *filter(None, [adapter_notice(model)]),
     ]
     if plan.refused:
