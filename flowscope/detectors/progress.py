@@ -19,7 +19,9 @@ from flowscope.records import Record
 WINDOW = 60
 """So many of the last losses tell whether the loss falls or rises: their later half against their earlier one."""
 LONG = 200
-"""So many tell whether one falls that has a high floor beneath it (an image's own entropy), below all of its noise."""
+"""So many tell whether one falls that has a high floor beneath it (an image's own entropy), below all of its noise.
+
+A choice among classes has none."""
 FEW = 20
 """With fewer losses nothing speaks against progress"""
 EARLY = 0.05
@@ -74,7 +76,7 @@ class Progress:
             return False
         start, best = fmean(first), self.state["best"]
         learned = start - best > FELL * abs(start) and start - now > KEPT * (start - best)
-        if not learned and len(last) > 2 * WINDOW:
+        if not learned and len(last) > 2 * WINDOW and math.isnan(self.state["classes"]):
             slow, noise = _fall(last)
             learned = slow > 2 * noise
         return bool(fall > error or (learned and fall >= -error))
