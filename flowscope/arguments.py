@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,14 +142,25 @@ def reference_detectors(reference: Any) -> Sequence[Detector]:
 
 
 def loss_value(loss: Any) -> LateLoss | float | None:
-    """Return the loss as a number, or as one on its way from its device; never synchronises."""
-    if loss is None or isinstance(loss, (int, float)):
+    """Return the loss as a number, or as one on its way from its device; never synchronises.
+
+    None where there is none to read: of a tensor on the meta device.
+    """
+    if loss is None or isinstance(loss, float):
         return loss
-    if isinstance(loss, np.ndarray | np.generic):
+    if isinstance(loss, int):
+        return float(loss) if abs(loss) < sys.float_info.max else math.copysign(math.inf, loss > 0 or -1)
+    if isinstance(loss, np.ndarray | np.generic) and not np.iscomplexobj(loss):
         return float(loss.mean())
     if not isinstance(loss, Tensor):
         raise FlowscopeError(f"scope.step(loss=...): got {type(loss).__name__}, expected a scalar tensor or a number.")
     value: Tensor = loss.detach()
+    if value.is_meta:
+        return None
+    if value.is_complex():
+        raise FlowscopeError(
+            "scope.step(loss=...): got a complex tensor, expected a real one: loss.abs() or loss.real."
+        )
     if value.device.type == "cpu":
         return float(value.float().mean() if value.dim() else value)
     return LateLoss(value.float().mean())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from flowscope.faults import Faults
 from flowscope.hooks.canary import Canary
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric
-from flowscope.observation.snapshot import Snapshot
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import ConsoleSink, JsonlSink, Sink
 from flowscope.steps.ended import EndedStep
@@ -31,6 +32,7 @@ from flowscope.steps.losses import LossesSinceRecord
 
 TOLD_AFTER = 10
 """After so many records a run says for the first time what silence covers."""
+UNREAD = "a fault of flowscope: the numbers of this step could not be read"
 
 
 class Outlet:
@@ -39,13 +41,17 @@ class Outlet:
     Attributes:
         sinks: in the order they get events.
         closed: whether no more events go out.
+        forked: whether this is a forked child, which has written nothing yet.
     """
 
     def __init__(self, faults: Faults) -> None:
         self.sinks: list[tuple[str, Sink]] = []
-        self.closed = False
+        self.closed = self.forked = False
         self._faults = faults
         self._told_unsampled = False
+        self._files: Callable[[str], list[tuple[str, Sink]]] = lambda below: []
+        """Opens the files of this run, in a folder below its own."""
+        self._header: RunHeader | None = None
 
     def open(self, log_dir: str | Path | None, config: WatchConfig, *, quiet: bool) -> None:
         """Begin with the sinks of our own.
@@ -56,16 +62,21 @@ class Outlet:
             quiet: whether alerts have somewhere else to go.
         """
         if log_dir is not None:
-            from flowscope.sinks.tensorboard import TensorBoardSink
-
-            self.sinks.append(("sink JsonlSink", JsonlSink(log_dir)))
-            try:
-                self.sinks.append(("sink TensorBoardSink", TensorBoardSink(log_dir, config.images_every)))
-            except OSError as error:  # it writes as it opens: a disk that fails then costs this sink alone
-                self._faults.report("sink TensorBoardSink", error)
+            self._files = partial(self._opened, Path(log_dir), config.images_every)
+            self.sinks += self._files("")
         console = config.console
         if console in ("alerts", "records") or (console == "auto" and not quiet):
             self.sinks.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
+
+    def _opened(self, log_dir: Path, images_every: int, below: str) -> list[tuple[str, Sink]]:
+        from flowscope.sinks.tensorboard import TensorBoardSink
+
+        opened: list[tuple[str, Sink]] = [("sink JsonlSink", JsonlSink(log_dir / below))]
+        try:
+            opened.append(("sink TensorBoardSink", TensorBoardSink(log_dir / below, images_every)))
+        except OSError as error:  # it writes as it opens: a disk that fails then costs this sink alone
+            self._faults.report("sink TensorBoardSink", error)
+        return opened
 
     def emit(self, event: Event) -> None:
         """Send an event to every sink that has not failed.
@@ -76,19 +87,34 @@ class Outlet:
         unsampled = isinstance(event, Record) and "unsampled" in event.flags
         if self.closed or (unsampled and self._told_unsampled):
             return
+        if self.forked:
+            self._faults.guard("files of a forked process", self._move)
+        if isinstance(event, RunHeader):
+            self._header = event
         self._told_unsampled = unsampled or (self._told_unsampled and not isinstance(event, Record))
-        for part, sink in self.sinks:
+        for fuse, sink in self.sinks:
             if not unsampled or getattr(sink, "takes_unsampled", False):
-                self._faults.guard(part, sink.write, event)
+                tries = self._faults.attempt if getattr(sink, "keeps_trying", False) else self._faults.guard
+                tries(fuse, sink.write, event)
+
+    def _move(self) -> None:
+        """A forked child that trains on is a run of its own: the parent's file has its own steps."""
+        self.forked = False
+        ours = self._files(f"fork-{os.getpid()}")
+        names = {fuse for fuse, _ in ours}
+        for fuse, sink in self.sinks:
+            if fuse in names:
+                sink.close()
+        self.sinks = [*ours, *((fuse, sink) for fuse, sink in self.sinks if fuse not in names)]
+        if self._header is not None:
+            for fuse, sink in ours:
+                self._faults.attempt(fuse, sink.write, self._header)
 
     def close(self) -> None:
         """Close the sinks."""
         self.closed = True
-        for part, sink in self.sinks:
-            try:
-                sink.close()
-            except Exception as error:
-                self._faults.report(part, error)
+        for fuse, sink in self.sinks:
+            self._faults.attempt(fuse, sink.close)
 
 
 class Recorder:
@@ -105,8 +131,7 @@ class Recorder:
         self.specs: dict[str, Metric] = dict(METRICS)
         self.records: deque[Record] = deque(maxlen=config.max_records)
         self.alerts: deque[Alert] = deque(maxlen=config.max_alerts)
-        self.detectors = DetectorSet(config, further=detectors)
-        self.detectors.faults = faults
+        self.detectors = DetectorSet(config, further=detectors, faults=faults)
         shown_by = self.detectors.shown_by
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
         told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes}
@@ -118,43 +143,56 @@ class Recorder:
         """The metrics that the header speaks of, by key."""
 
     def take(self, ended: EndedStep) -> None:
-        """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks."""
-        losses = ended.loss.settle()
-        self._losses.add(ended.loss)
-        self._note_skip(ended)
-        canary = _canary(ended, losses)
-        if ended.snapshot is None:
-            if not canary.any() or "skipped" in ended.flags:
-                return
-            record: Record | None = Record(ended.step, ended.loss.mean(), flags=("unsampled", *ended.flags))
-        else:
+        """Make a record of an ended step and send it on; of an unsampled one only where its canary speaks.
+
+        What fails on the way is left out, and the record goes on without it.
+        """
+        attempt = self.faults.attempt
+        losses = attempt("losses", ended.loss.settle, otherwise=[])
+        attempt("losses", self._losses.add, ended.loss)
+        attempt("skipped steps", self._note_skip, ended)
+        canary = attempt("canary", _canary, ended, losses, otherwise=np.zeros(len(Canary.KINDS)))
+        if ended.sampled:
             self.prepare(ended)
-            self.preview(ended)
-            record = ended.record
-        if record is None:
+            attempt("records", self.preview, ended)
+        elif canary.any() and "skipped" not in ended.flags:
+            ended.record = Record(ended.step, ended.loss.mean(), flags=("unsampled", *ended.flags))
+        if (record := ended.record) is None:
             return
         record.flow_names = tuple(flow.name for flow in self.header.flows)
         record.metrics["canary"] = canary
         record.metric_labels = {**record.metric_labels, "canary": Canary.KINDS}
         judged = record
-        if ended.snapshot is not None:
-            if (since := self._losses.take()) is not None:
+        if ended.sampled:
+            if (since := attempt("losses", self._losses.take)) is not None:
                 record.metrics["step_losses"] = since
             # an alert that only one rank raises would stop that one alone
             judged = replace(record, metrics={**record.metrics}) if ended.unshared else record
             record.metrics |= ended.unshared
             self.records.append(record)
-            ended.loss.shown_in(record)
-        self.outlet.emit(record)
-        self._judge(judged)
+            attempt("losses", ended.loss.shown_in, record)
+        attempt("sinks", self.outlet.emit, record)
+        attempt("detectors", self._judge, judged)
+
+    def missed(self, ended: EndedStep) -> None:
+        """Of a step whose record could not be made: one without numbers, so that nothing ends in silence."""
+        if ended.sampled and (not self.records or self.records[-1].step != ended.loss.step):
+            self.records.append(Record(ended.loss.step, flags=ended.flags, notes=(UNREAD,)))
+            self.faults.attempt("sinks", self.outlet.emit, self.records[-1])
 
     def prepare(self, ended: EndedStep) -> None:
         """Make the record of a sampled step, unless it is made."""
-        if ended.record is not None or ended.snapshot is None:
+        if ended.record is not None or not ended.sampled:
             return
-        self._note_skip(ended)
-        ended.record = record = self._sampled(ended, ended.snapshot)
-        if record is not None and ended.note:
+        self.faults.attempt("skipped steps", self._note_skip, ended)
+        made = None if ended.snapshot is None else self.faults.attempt("records", ended.snapshot.record, ended.step)
+        record, layouts, setup = made or (Record(ended.step, notes=(UNREAD,)), [], {})
+        record.flags, record.specs, ended.record = ended.flags, self.specs, record
+        self.faults.attempt("loss scale", _scaled, record, ended.scale)
+        if ended.rank_gap is not None:
+            self.faults.guard("rank_gap", _add_gap, record, ended.rank_gap)
+        self.faults.attempt("header", self._update_header, layouts, record, setup)
+        if ended.note:
             record.notes = (*record.notes, ended.note)
 
     @staticmethod
@@ -171,27 +209,9 @@ class Recorder:
         if "skipped" not in ended.flags and any(float(value) > 0 for value in found):
             ended.flags = (*ended.flags, "skipped")
 
-    def _sampled(self, ended: EndedStep, snapshot: Snapshot) -> Record | None:
-        made = self.faults.guard("records", snapshot.record, ended.step)
-        if made is None:
-            return None
-        record: Record = made[0]
-        record.flags, record.specs = ended.flags, self.specs
-        if "skipped" in ended.flags:
-            record.metrics = {k: v for k, v in record.metrics.items() if not record.spec(k).of_gradient}
-        if ended.scale is not None:
-            _unscale(record, float(ended.scale))
-            record.metrics["loss_scale"] = np.array([float(ended.scale)])
-        gap = self.faults.guard("rank_gap", ended.rank_gap) if ended.rank_gap is not None else None
-        if gap is not None:
-            record.metrics["rank_gap"] = gap
-            record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
-        self._update_header(made[1], record, made[2])
-        return record
-
     def covered(self) -> RunHeader:
         """The header with the line on what silence covers by now."""
-        line = self.faults.guard("coverage", self.detectors.covered, self.header)
+        line = self.faults.attempt("coverage", self.detectors.covered, self.header)
         return replace(self.header, coverage=line or "")
 
     def tell_coverage(self) -> None:
@@ -201,14 +221,14 @@ class Recorder:
             self.outlet.emit(told)
 
     def _judge(self, record: Record) -> None:
-        alerts = self.faults.guard("detectors", self.detectors.check, record, self.header) or []
+        alerts = self.faults.attempt("detectors", self.detectors.check, record, self.header) or []
         if alerts or self.detectors.coverage.records == TOLD_AFTER:
-            self.tell_coverage()
+            self.faults.attempt("coverage", self.tell_coverage)
         self._send(alerts)
 
     def tell(self, finding: Finding) -> None:
         """Send on what is known before there is any record; as nothing has ended, it belongs to the first step."""
-        alerts = self.faults.guard("detectors", self.detectors.tell, finding, 0) or []
+        alerts = self.faults.attempt("detectors", self.detectors.tell, finding, 0) or []
         if alerts and not self._headed:
             self.outlet.emit(self.header)
         self._send(alerts)
@@ -251,10 +271,24 @@ class Recorder:
 
 def _canary(ended: EndedStep, losses: list[float]) -> NDArray[np.float64]:
     canary = np.zeros(len(Canary.KINDS))
-    for part in ended.canary.read():
-        canary += part[:, 0]
+    for counts in ended.canary.read() if ended.canary is not None else ():
+        canary += counts[:, 0]
     canary[Canary.KINDS.index("loss")] += sum(not np.isfinite(value) for value in losses)
     return canary
+
+
+def _scaled(record: Record, scale: Any) -> None:
+    """Of a step that the GradScaler skipped the gradient is no gradient; of others it was multiplied by the scale."""
+    if "skipped" in record.flags:
+        record.metrics = {k: v for k, v in record.metrics.items() if not record.spec(k).of_gradient}
+    if scale is not None:
+        _unscale(record, float(scale))
+        record.metrics["loss_scale"] = np.array([float(scale)])
+
+
+def _add_gap(record: Record, gap: Callable[[], NDArray[np.float64]]) -> None:
+    record.metrics["rank_gap"] = gap()
+    record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
 
 
 def _unscale(record: Record, scale: float) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from flowscope import arguments
+from flowscope._version import __version__
 from flowscope.arguments import AlertCallback, WatchArguments
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import Detector
 from flowscope.errors import FlowscopeError
-from flowscope.faults import LOGGER, Faults, is_off
+from flowscope.faults import LOGGER, Faults, door, is_off
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, specs_of
 from flowscope.model.plan import FlowPlan, display_path
@@ -22,7 +25,7 @@ from flowscope.model.view import ModelView
 from flowscope.observation.observation import Observation
 from flowscope.ranks.groups import is_first_process
 from flowscope.recorder import Recorder
-from flowscope.records import Alert, Record
+from flowscope.records import Alert, Record, RunHeader
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import Run, Sink
 from flowscope.steps.backward_losses import BackwardLosses
@@ -32,8 +35,6 @@ from flowscope.steps.unstepped import Unstepped
 from flowscope.summary import summarize
 
 NO_FLOWS = FlowPlan((), ())
-NOTHING = WatchArguments(None, None, make_schedule(10), (), (), None, (), None, (), (), WatchConfig())
-"""The arguments of a scope that observes nothing."""
 OFF = "Nothing is watched: FLOWSCOPE_OFF=1."
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
@@ -84,27 +85,31 @@ def watch(
     Raises:
         FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
     """
+    scope = Scope()
     if is_off():
-        return Scope(nn.Module(), NOTHING)
-    if is_off():
-        return Scope(nn.Module(), NOTHING)
-    arguments.check_model(model)
-    return Scope(
-        model,
-        WatchArguments(
-            optimizer=optimizer,
-            log_dir=arguments.folder(log_dir),
-            schedule=make_schedule(every),
-            callbacks=arguments.alert_callbacks(on_alert),
-            sinks=arguments.named_sinks(sinks),
-            flows=arguments.flow_paths(flows),
-            gates=arguments.gate_patterns(gates),
-            scaler=scaler,
-            instruments=arguments.listed(instruments),
-            detectors=[*arguments.own_detectors(detectors), *arguments.reference_detectors(reference)],
-            config=make_config(config),
-        ),
-    )
+        return scope
+
+    def attach() -> None:
+        arguments.check_model(model)
+        scope._attach(
+            model,
+            WatchArguments(
+                optimizer=optimizer,
+                log_dir=arguments.folder(log_dir),
+                schedule=make_schedule(every),
+                callbacks=arguments.alert_callbacks(on_alert),
+                sinks=arguments.named_sinks(sinks),
+                flows=arguments.flow_paths(flows),
+                gates=arguments.gate_patterns(gates),
+                scaler=scaler,
+                instruments=arguments.listed(instruments),
+                detectors=[*arguments.own_detectors(detectors), *arguments.reference_detectors(reference)],
+                config=make_config(config),
+            ),
+        )
+
+    scope._faults.enter(f"watching {type(model).__name__}", attach)
+    return scope
 
 
 class Scope:
@@ -116,81 +121,70 @@ class Scope:
         automatic: attached by `flowscope run`; gives way to a `watch` of the script's own.
     """
 
-    def __init__(self, model: nn.Module, given: WatchArguments) -> None:
-        _check_watched(model)
-        self.config = given.config
-        self.flows = NO_FLOWS
-        self.automatic = False
+    def __init__(self) -> None:
+        self.config, self.flows, self.automatic = WatchConfig(), NO_FLOWS, False
         self._faults = Faults()
-        self._recorder = Recorder(self.config, self._faults, given.callbacks, given.detectors)
-        self._count = StepCount(given.schedule, self.config, self._faults)
         self._closed = False
+        self._recorder: Recorder | None = None
         self._driver: StepDriver | None = None
         self._unstepped: Unstepped | None = None
-        self._model = weakref.ref(model)
-        if not is_off():
-            self._try_to_attach(model, given)
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._loaded: dict[str, Any] = {"step": 0, "samples": 0, "detectors": {}}
+        """The state that a scope which observes nothing hands on from one checkpoint to the next."""
 
-    def _try_to_attach(self, model: nn.Module, given: WatchArguments) -> None:
-        """Attach; where the model is one that we cannot read, say so once, and be a scope that observes nothing."""
+    def _attach(self, model: nn.Module, given: WatchArguments) -> None:
+        """Observe the model from here on, as far as it can be read; else leave nothing behind."""
+        _check_watched(model)
         hooks = Hooks(self._faults)
+        recorder = Recorder(given.config, self._faults, given.callbacks, given.detectors)
         try:
-            self._attach(model, given, hooks)
-        except BaseException as error:
-            self._driver = None
-            hooks.close()
-            self._recorder.outlet.close()
-            _WATCHED.pop(model, None)
-            if isinstance(error, FlowscopeError) or not isinstance(error, Exception):
-                raise
-            self._faults.report(f"watching {type(model).__name__}", error)
-
-    def _attach(self, model: nn.Module, given: WatchArguments, hooks: Hooks) -> None:
-        view = ModelView(model, given.flows, given.gates)
-        try:
-            self.flows = view.flows
-        except FlowscopeError:
+            # before any hook: an unwritable log_dir must leave the model untouched
+            if writes := is_first_process():
+                recorder.outlet.open(given.log_dir, given.config, quiet=bool(given.callbacks))
+            driver = self._look_through(ModelView(model, given.flows, given.gates), given, hooks, recorder)
+            # a sink that says so sees the events of every rank, others write once a run
+            recorder.outlet.sinks += [(f, s) for f, s in given.sinks if writes or getattr(s, "every_rank", False)]
+            self._bind(recorder, given.callbacks)
+            driver.begin()
+        except BaseException:
+            self._faults.remove_all(hooks.handles)
+            self._faults.attempt("closing", recorder.outlet.close)
             raise
-        except Exception as error:
-            self._faults.report("flows", error)
-            self.flows = view.flows = NO_FLOWS
-        # sinks before hooks: an unwritable log_dir must leave the model untouched
-        if writes := is_first_process():
-            self._recorder.outlet.open(given.log_dir, self.config, quiet=bool(given.callbacks))
-        observation = Observation(view, self.config, hooks, given.instruments)
-        self._recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
-        own = OwnOptimizers(model, given.optimizer)
-        hooks.optimizers = lambda: own.known
-        some, tell = (lambda: view.parameters.some(3).values()), self._recorder.tell
-        self._unstepped = Unstepped(own, hooks.turns, some, tell)
-        driver = StepDriver(own, observation, self._recorder, self._count, given.schedule)
-        if given.scaler is not None:
-            driver.use_scaler(given.scaler)
-        self._faults.guard("ranks", driver.ranks.others.attach)
-        # a sink that says so sees the events of every rank, others write once a run
-        self._recorder.outlet.sinks += [
-            (part, s) for part, s in given.sinks if writes or getattr(s, "every_rank", False)
-        ]
-        self._driver = driver
-        self._bind(given.callbacks)
-        observation.owner = self
+        self.config, self._recorder, self._driver, self._model = given.config, recorder, driver, weakref.ref(model)
+        driver.observation.owner = self
         _WATCHED[model] = weakref.ref(self)
         for note in self.flows.notes:
             LOGGER.info("flowscope: %s", note)
         if not len(self.flows):
             LOGGER.warning("flowscope: no depth axis found in %s; only parameter metrics.", type(model).__name__)
-        driver.begin()
 
-    def _bind(self, callbacks: Sequence[AlertCallback]) -> None:
+    def _look_through(self, view: ModelView, given: WatchArguments, hooks: Hooks, recorder: Recorder) -> StepDriver:
+        enter = self._faults.enter
+        self.flows = view.flows = enter("flows", lambda: view.flows, otherwise=NO_FLOWS)
+        view.connections = enter("connections", lambda: view.connections, otherwise=[])
+        observation = Observation(view, given.config, hooks, given.instruments)
+        recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
+        own = OwnOptimizers(view.model, given.optimizer)
+        hooks.optimizers = lambda: own.known
+        self._unstepped = Unstepped(own, hooks.turns, lambda: view.parameters.some(3).values(), recorder.tell)
+        count = StepCount(given.schedule, given.config, self._faults)
+        driver = StepDriver(own, observation, recorder, count, given.schedule)
+        if given.scaler is not None:
+            driver.use_scaler(given.scaler)
+        self._faults.guard("ranks", driver.ranks.others.attach)
+        return driver
+
+    def _bind(self, recorder: Recorder, callbacks: Sequence[AlertCallback]) -> None:
         """Actions (flowscope.actions) know their scope, and some see all events."""
         for number, callback in enumerate(callbacks):
             if callable(bind := getattr(callback, "bind", None)):
                 self._faults.guard(f"on_alert callback {number}", bind, self)
             if isinstance(callback, Sink):
-                self._recorder.outlet.sinks.append((f"action {type(callback).__name__} {number}", callback))
+                recorder.outlet.sinks.append((f"action {type(callback).__name__} {number}", callback))
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
+    @door()
     def step(self, loss: Tensor | float | None = None, step: int | None = None) -> None:
         """Give the loss of a step; without an optimizer, also mark the end of the step. Never synchronises.
 
@@ -209,10 +203,10 @@ class Scope:
             return
         driver.observation.hooks.turns.leaf_loss = isinstance(loss, Tensor) and loss.is_leaf and loss.requires_grad
         driver.mark()
-        if self._unstepped is not None and not self._count.ended:
-            self._unstepped.called()
+        if self._unstepped is not None and not driver.count.ended:
+            self._faults.attempt("never_stepped", self._unstepped.called)
         driver.told(value, number)
-        self._recorder.raise_stop()
+        driver.raise_stop()
 
     def _open(self, call: str) -> StepDriver | None:
         """What drives the steps; None where nothing is watched (`FLOWSCOPE_OFF=1`, or attaching failed)."""
@@ -223,34 +217,44 @@ class Scope:
             )
         return self._driver
 
+    @door()
     def pause(self) -> None:
         """Observe nothing until `resume`; steps are still counted."""
         if (driver := self._open("pause")) is not None:
             driver.pause()
 
+    @door()
     def resume(self) -> None:
         """Observe again, from the next step on (the one under way where nothing of it was missed)."""
         if (driver := self._open("resume")) is not None:
             driver.resume()
 
     @property
+    @door(lambda scope: [*scope._recorder.records])
     def records(self) -> list[Record]:
         """The records so far (bounded: `WatchConfig.max_records`); waits for copies under way."""
+        if self._recorder is None:
+            return []
         early = self._driver.readable() if self._driver is not None else []
         return [*self._recorder.records, *early]
 
     @property
+    @door(lambda scope: [*scope._recorder.alerts])
     def alerts(self) -> list[Alert]:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
+        if self._recorder is None:
+            return []
         if self._driver is not None:
             self._driver.readable()
-        return list(self._recorder.alerts)
+        return [*self._recorder.alerts]
 
     @property
+    @door(lambda scope: 0)
     def forwards(self) -> int:
         """How many forward passes in training the model has begun."""
         return self._driver.observation.passes.forwards if self._driver is not None else 0
 
+    @door()
     def losses_of_backward(self) -> BackwardLosses | None:
         """Where a launcher that sees backward passes tells of them: each step takes its own loss; None once closed."""
         if self._driver is None:
@@ -259,16 +263,19 @@ class Scope:
         self._driver.losses.at_end = told.take
         return told
 
+    @door()
     def use_scaler(self, scaler: Any) -> None:
         """Take over a GradScaler that was made after attaching; as `watch(scaler=...)`."""
         if self._driver is not None:
             self._driver.use_scaler(scaler)
 
     @property
+    @door(lambda scope: [])
     def optimizers(self) -> list[Any]:
         """The optimizers that are known to hold the model's parameters, in the order they step."""
         return [*self._driver.own.known] if self._driver is not None else []
 
+    @door(lambda scope: set())
     def parameters_at(self, where: str) -> set[int]:
         """The ids of the parameters that an alert's place (`Alert.where`) means; all of them for the root ("")."""
         model, place = self._model(), where.partition(":")[0].partition("#")[0]
@@ -279,14 +286,16 @@ class Scope:
             if not place or display_path(name) == place or display_path(name).startswith(place + ".")
         }
 
+    @door(lambda scope: f"flowscope: no summary; failed: {scope._faults.failed}")
     def summary(self) -> str:
         """A few lines for people: the last record's profile, what stands, what never got a gradient, what failed."""
         records, alerts = self.records, self.alerts
         plan = OFF if is_off() else self.flows
         if not records and self._unstepped is not None:
             plan = f"{self._unstepped.reason()}\n{plan}"
-        return summarize(self._recorder.covered(), records, alerts, self._faults.failed, plan)
+        return summarize(self._header(), records, alerts, self._faults.failed, plan)
 
+    @door(lambda scope: Path())
     def report(self, path: str | Path) -> Path:
         """Write the run so far as one HTML file that opens from disk, and return its path; waits for copies under way.
 
@@ -300,60 +309,75 @@ class Scope:
         records, alerts = self.records, self.alerts
         if not records:
             raise FlowscopeError("scope.report(path): there is no record yet, expected a training step before it.")
-        return write_report(Run(self._recorder.covered(), records, alerts), path)
+        return write_report(Run(self._header(), records, alerts), path)
 
+    def _header(self) -> RunHeader:
+        return self._recorder.covered() if self._recorder is not None else RunHeader(__version__, (), {})
+
+    @door(lambda scope: scope._loaded)
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state (step, schedule position, detectors), for the training checkpoint."""
         if self._driver is not None:
-            self._driver.readable()
-        detectors = self._recorder.detectors.state_dict()
-        return {"step": self._count.step, "samples": self._count.samples, "detectors": detectors}
+            self._loaded = self._driver.state_dict()
+        return self._loaded
 
+    @door()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`: the next step has its number, detectors neither warm up nor repeat an alert."""
         driver = self._open("load_state_dict")
         try:
-            step, samples = int(state["step"]), int(state["samples"])
-            self._recorder.detectors.load_state_dict(state["detectors"])
+            self._loaded = {
+                "step": int(state["step"]),
+                "samples": int(state["samples"]),
+                "detectors": state["detectors"],
+            }
+            if driver is not None:
+                driver.load_state_dict(self._loaded)
         except (KeyError, TypeError, ValueError) as error:
             raise FlowscopeError(
                 f"scope.load_state_dict(state): got {state!r:.80} ({type(error).__name__}: {error}), expected what "
                 "scope.state_dict() returned."
             ) from None
-        if driver is None:
-            self._count.step, self._count.samples = step, samples  # a checkpoint hands them on
-        else:
-            driver.load(step, samples)
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
 
+    @door()
     def close(self) -> None:
         """Finish what is pending, remove every hook, close the sinks. Idempotent; records and alerts stay readable."""
         if self._closed:
             return
         self._closed = True
-        if self._driver is None:
+        if (driver := self._driver) is None:
             return
+        attempt, handles = self._faults.attempt, driver.observation.hooks.handles
         try:
-            self._driver.finish()
-            if self._unstepped is not None:
-                self._unstepped.close(forwards=self.forwards, ended=self._count.ended)
+            attempt("closing", driver.finish)
+            attempt("never_stepped", self._unstep)
+            self._loaded = attempt("closing", driver.state_dict, otherwise=self._loaded)
         finally:
-            self._driver.close()
+            self._faults.closing = True
+            attempt("closing", driver.close)
+            self._faults.remove_all(handles)
             if (model := self._model()) is not None:
                 _WATCHED.pop(model, None)
             # the scope keeps neither model nor optimizer alive
             self._driver = None
-            self._faults.guard("coverage", self._recorder.tell_coverage)
-            self._recorder.outlet.close()
+            if self._recorder is not None:
+                attempt("coverage", self._recorder.tell_coverage)
+                attempt("closing", self._recorder.outlet.close)
 
+    def _unstep(self) -> None:
+        if self._unstepped is not None and self._driver is not None:
+            self._unstepped.close(forwards=self.forwards, ended=self._driver.count.ended)
+
+    @door(lambda scope: "")
     def _repr_html_(self) -> str:
         from flowscope.notebook import scope_html
 
-        return scope_html(self._recorder.header, self.records, self.alerts)
+        return scope_html(self._header(), self.records, self.alerts)
 
     def __enter__(self) -> Scope:
         """The scope itself."""
@@ -362,6 +386,27 @@ class Scope:
     def __exit__(self, *exc_info: object) -> None:
         """Close."""
         self.close()
+
+
+def _drivers() -> list[StepDriver]:
+    scopes = [reference() for reference in [*_WATCHED.values()]]
+    return [scope._driver for scope in scopes if scope is not None and scope._driver is not None]
+
+
+def _in_forked_child() -> None:
+    for driver in _drivers():
+        driver.observation.faults.attempt("fork", driver.forked)
+
+
+def _at_exit() -> None:
+    """The last finished step is on disk, though nobody closed the scope."""
+    for driver in _drivers():
+        driver.observation.faults.attempt("the end of the process", driver.last_words)
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _check_watched(model: nn.Module) -> None:

@@ -139,6 +139,21 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another (`x._base`)."""
 
 
+# -- one thread, and the backward passes it begins ---------------------------------------------------------------------
+
+_MARK = "flowscope: hidden"
+
+
+def mark(on: bool) -> None:
+    """Mark this thread: a device's thread bears the mark while it runs the backward of one that does."""
+    torch._C._stash_obj_in_tls(_MARK, on)
+
+
+def is_marked() -> bool:
+    """Whether this thread, or the one whose backward it runs, is marked."""
+    return torch._C._is_key_in_tls(_MARK) and torch._C._get_obj_in_tls(_MARK)
+
+
 # -- what is being traced ---------------------------------------------------------------------------------------------
 
 HOOKED_INTERMEDIATES = (Path(torch.__file__).parent / "_higher_order_ops" / "register_hook.py").exists()
@@ -268,6 +283,11 @@ def in_reentrant_checkpoint() -> bool:
 def steps_on_stack(optimizer: Any) -> int:
     """How many calls of this optimizer's hooked step ("wrapper") are on the stack."""
     return sum(frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer for frame in _callers())
+
+
+def steps_alone() -> bool:
+    """Whether no optimizer can be stepping: this is the only thread, and no hooked step ("wrapper") is on its stack."""
+    return len(sys._current_frames()) == 1 and not _is_on_stack("wrapper", "optimizer.py")
 
 
 def scale_of_caller() -> Any:

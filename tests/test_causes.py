@@ -102,7 +102,7 @@ def test_weights_that_grew_at_once_between_two_records_are_told_at_once(grown: f
 @pytest.mark.parametrize(("fall", "told"), [(0.004, True), (0.015, False)])
 def test_weights_that_hardly_move_are_told_where_the_loss_does_not_even_creep(fall: float, told: bool) -> None:
     losses = 2.0 * (1 - fall * np.arange(300) / 120) * (1 + noisy(0, 300, spread=1e-4))
-    series = steps(losses, ratio={n: 5e-5 for n in range(30)}, loss_classes=[math.nan])  # type: ignore[arg-type]
+    series = steps(losses, ratio=dict.fromkeys(range(30), 5e-05), loss_classes=[math.nan])  # type: ignore[arg-type]
     assert ("update_too_small" in {kind for kind, step, _ in raised(play(series)) if step <= 130}) is told
 
 

@@ -28,7 +28,9 @@ ALERT = Alert("dead_units", "warning", "layers.2", 20, 0.99, 0.9, "99 % of units
 
 
 def test_what_followed_another_alert_is_folded_below_it() -> None:
-    later = replace(ALERT, kind="loss_spike", where="", message="the loss rose; first: dead_units at layers.2 (step 18)")
+    later = replace(
+        ALERT, kind="loss_spike", where="", message="the loss rose; first: dead_units at layers.2 (step 18)"
+    )
     out = io.StringIO()
     sink = ConsoleSink(out)
     for alert in (ALERT, later, replace(later, state="resolved")):
@@ -38,7 +40,6 @@ def test_what_followed_another_alert_is_folded_below_it() -> None:
         "    then [warning] step 20: loss_spike: the loss rose",
         "[warning] step 20: loss_spike resolved",
     ]
-
 
 
 def test_sparkline_by_hand() -> None:

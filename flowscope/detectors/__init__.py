@@ -120,6 +120,7 @@ class DetectorSet:
         config: the limits.
         detectors: instead of the built-in ones.
         further: classes or instances of one's own, each asked after the others of its level.
+        faults: of the scope; a fault in one detector switches off that one.
 
     Raises:
         FlowscopeError: one of one's own cannot be built, or its kind is borne by another.
@@ -130,12 +131,14 @@ class DetectorSet:
         config: WatchConfig,
         detectors: Sequence[Detector] | None = None,
         further: Iterable[Detector | type[Detector]] = (),
+        faults: Faults | None = None,
     ) -> None:
-        given = [kind(config) for kind in DETECTORS] if detectors is None else list(detectors)
+        self.faults = faults or Faults()
+        built = (self.faults.guard(f"detector {kind.kind}", kind, config) for kind in DETECTORS)
+        given = [one for one in built if one is not None] if detectors is None else list(detectors)
         own = [_built(detector, config) for detector in further]
         _check_kinds(own, {detector.kind for detector in given}, config)
         self.detectors = sorted([*given, *own], key=lambda detector: detector.level)
-        self.faults = Faults()
         self._ledger = Ledger(config)
         self._progress = Progress()
         self._by_name = {detector.name: detector for detector in self.detectors}
@@ -160,8 +163,8 @@ class DetectorSet:
 
     def check(self, record: Record, header: RunHeader) -> list[Alert]:
         """Return the alerts newly raised or resolved by this record."""
-        self.coverage.begin(record)
-        self._progress.look(record)
+        self.faults.attempt("coverage", self.coverage.begin, record)
+        self.faults.attempt("progress", self._progress.look, record)
         silent = not SKIPPED.isdisjoint(record.flags) or "unsampled" in record.flags
         out: list[Alert] = []
         found: set[Cause] = set()
@@ -172,26 +175,30 @@ class DetectorSet:
                 if spoilt:
                     self.coverage.kept_back(Said(detector.kind, "", math.nan, math.nan), spoilt)
                 continue
-            part = f"detector {detector.name}"
-            findings: list[Finding] | None = self.faults.guard(part, _collect, detector, record, header)
-            if findings is None:
-                continue
-            findings = self._noted(detector, findings, record)
-            findings = self._progress.judge(findings, detector)
-            levels = {finding.level for finding in findings}
-            if "beyond" in levels:
-                findings = [self._explained(finding, detector, found) for finding in findings]
-                serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
-                found |= {Cause(detector.name, finding.kind, finding.flow, finding.severity) for finding in serious}
-            if self._ledger.entries or not levels <= UNSEEN:  # else there is nothing to count
-                out += self._ledger.update(detector.name, findings, record.step)
+            out += self.faults.guard(f"detector {detector.name}", self._ask, detector, record, header, found) or []
             if of_numbers:
                 spoilt = self._spoilt(found)
+        self.faults.attempt("causes of alerts", self._tell_causes, out)
+        return out
+
+    def _tell_causes(self, out: Sequence[Alert]) -> None:
         for n, alert in enumerate(out):
             if alert.state == "raised":
                 later = {id(other) for other in out[n:]}
                 alert.message += follows(alert, [other for other in self.standing if id(other) not in later])
-        return out
+
+    def _ask(self, detector: Detector, record: Record, header: RunHeader, found: set[Cause]) -> list[Alert]:
+        """The alerts of one detector; what is serious of its findings is added to `found`."""
+        findings = self._noted(detector, list(detector.findings(record, header)), record)
+        findings = self._progress.judge(findings, detector)
+        levels = {finding.level for finding in findings}
+        if "beyond" in levels:
+            findings = [self._explained(finding, detector, found) for finding in findings]
+            serious = (f for f in findings if f.level == "beyond" and f.severity in SERIOUS)
+            found |= {Cause(detector.name, finding.kind, finding.flow, finding.severity) for finding in serious}
+        if self._ledger.entries or not levels <= UNSEEN:  # else there is nothing to count
+            return self._ledger.update(detector.name, findings, record.step)
+        return []
 
     def tell(self, finding: Finding, step: int) -> list[Alert]:
         """The alerts of what is known where no record can come; it stands until records come without it."""
@@ -244,20 +251,23 @@ class DetectorSet:
         return flow is None or cause.flow == flow or (error and cause.flow is None)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready; a set that loads it goes on exactly as this one would."""
+        """JSON-ready; a set that loads it goes on exactly as this one would, but for a detector whose state fails."""
+        attempt = self.faults.attempt
+        states = [(one.name, attempt(f"state of detector {one.name}", one.state_dict)) for one in self.detectors]
         return {
-            "ledger": self._ledger.state_dict(),
-            "progress": self._progress.state_dict(),
-            "detectors": {detector.name: detector.state_dict() for detector in self.detectors},
+            "ledger": attempt("state of alerts", self._ledger.state_dict, otherwise=[]),
+            "progress": attempt("state of progress", self._progress.state_dict, otherwise={}),
+            "detectors": {name: state for name, state in states if state is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; a detector it does not know starts anew."""
-        self._ledger.load_state_dict(state["ledger"])
+        self._ledger.load_state_dict(state.get("ledger", ()))
         self._progress.load_state_dict(state.get("progress", {}))
+        held = state.get("detectors", {})
         for detector in self.detectors:
-            if detector.name in state["detectors"]:
-                detector.load_state_dict(state["detectors"][detector.name])
+            if detector.name in held:
+                detector.load_state_dict(held[detector.name])
 
 
 def _built(detector: Detector | type[Detector], config: WatchConfig) -> Detector:
@@ -302,10 +312,6 @@ def _check_kinds(own: Sequence[Detector], taken: set[str], config: WatchConfig) 
 
 def _said(finding: Finding) -> Said:
     return Said(finding.kind, finding.where, finding.value, finding.limit)
-
-
-def _collect(detector: Detector, record: Record, header: RunHeader) -> list[Finding]:
-    return list(detector.findings(record, header))
 
 
 __all__ = [

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from flowscope.faults import Faults
 from flowscope.model.hidden_state import is_compiling
 from flowscope.sums.attention_rows import OFF, Product, heads_last, masked, product_logits, strides
 from flowscope.torch_internals import newest_mode
@@ -215,11 +216,15 @@ class Looking(TorchFunctionMode):
 
     Args:
         saw: told of each that may be part of attention: its kind, what it returned, its arguments.
+
+    Attributes:
+        faults: who is told where `saw` fails.
+        fuse: what that switches off.
     """
 
     def __init__(self, saw: Callable[[str, Any, Any, Any], None]) -> None:
         super().__init__()
-        self._saw = saw
+        self._saw, self.faults, self.fuse = saw, Faults(), "attention"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function; where it is attention, see its logits too."""
@@ -233,7 +238,7 @@ class Looking(TorchFunctionMode):
         unflattens = is_compiling() and getattr(func, "__name__", "") == "unflatten"
         out = (torch.unflatten if unflattens else func)(*args, **kwargs)
         if kind is not None:
-            self._saw(kind, out, args, kwargs)
+            self.faults.guard(self.fuse, self._saw, kind, out, args, kwargs)
         return out
 
     def is_on_top(self) -> bool:

@@ -128,6 +128,8 @@ class AttentionLayers:
             fuse: what a fault switches off.
         """
         self._hooks, self._modules, self._fuse = hooks, modules, fuse
+        for looking in (self._inside, self._around):
+            looking.faults, looking.fuse = hooks.faults, fuse
         self.marks = {device: torch.full((1,), NOWHERE, device=device) for device in devices}
         for layer in self.all:
             layer.marks = {device: torch.full((1,), layer.number, device=device) for device in devices}
@@ -175,12 +177,14 @@ class AttentionLayers:
             self._under_way.forward = self._begin()
 
     def _leave_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # first, so that no fault leaves them on: that of a layer whose end failed is still there
+        for looking in (self._inside, self._around) if not is_compiling() else (self._around,):
+            if looking.is_on_top():
+                looking.stop()
         forward = None if is_compiling() else self.forward()
         if forward is not None:
             self._under_way.forward = None
             forward.end()
-        if self._around.is_on_top():
-            self._around.stop()
 
     def _enter(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_compiling():

@@ -51,7 +51,7 @@ class FlowObserver:
         borrowed: Mapping[str, FlowObserver],
     ) -> None:
         self.flow, self.hooks, self.switch, self.canary = flow, hooks, hooks.switch, hooks.canary
-        self.part = f"flow {flow.name}"
+        self.fuse = f"flow {flow.name}"
         self.borrowed = borrowed
         self.seen = Deposits(buffer, measures)
         self.calls = Calls(flow, self.seen.begin_pass)
@@ -64,10 +64,10 @@ class FlowObserver:
             self._readers.append(AxisReader.of(module))
             if path not in self.borrowed:
                 unsampled = index in every_step
-                hooks.after(module, self.part, partial(self._after, index), None if unsampled else hooks.switch)
+                hooks.after(module, self.fuse, partial(self._after, index), None if unsampled else hooks.switch)
                 self.seen.row((index, 0))
         if flow.entry is not None and flow.entry not in self.borrowed:
-            hooks.before(model.get_submodule(flow.entry), self.part, self._before)
+            hooks.before(model.get_submodule(flow.entry), self.fuse, self._before)
             self.seen.row((ENTRY, 0))
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ class FlowObserver:
         tracked = x.requires_grad and torch.is_grad_enabled()
         if not self.switch.sampling:
             if tracked and called != RECOMPUTED:
-                self.hooks.on_gradient(x, self.part, partial(self.canary.count, "backward"), "canary")
+                self.hooks.on_gradient(x, self.fuse, partial(self.canary.count, "backward"), "canary")
         elif called == TRACED:
             # inside a checkpoint x belongs to the graph outside, so a hook on it may only capture x itself
             if tracked:
-                self.hooks.on_gradient(x, self.part, partial(self._deposit_entry, (ENTRY, 0), x), (ENTRY, 0))
+                self.hooks.on_gradient(x, self.fuse, partial(self._deposit_entry, (ENTRY, 0), x), (ENTRY, 0))
         elif not (called == RECOMPUTED and self.calls.waits((ENTRY, 0))):
             self._observe_entry(x, tracked=tracked, recomputing=called == RECOMPUTED)
 
@@ -164,7 +164,7 @@ class FlowObserver:
         if index == len(self.flow.outputs) - 1:
             self.canary.count("forward", x)
         if index == 0 and self.flow.entry is None and not recomputing:
-            self.hooks.on_gradient(x, self.part, partial(self.canary.count, "backward"), "canary")
+            self.hooks.on_gradient(x, self.fuse, partial(self.canary.count, "backward"), "canary")
 
     def _drop_stale(self, called: str) -> None:
         if called == PLAIN and self.switch.stale:
@@ -174,7 +174,7 @@ class FlowObserver:
 
     def _register(self, x: Tensor, key: PointKey, seen: list[Any], *, ambiguous: bool = False) -> None:
         entry = self.seen.take_entry() if key[0] != ENTRY and not is_compiling() else None
-        self.hooks.on_gradient(x, self.part, partial(self._deposit, key, seen, ambiguous, entry), key)
+        self.hooks.on_gradient(x, self.fuse, partial(self._deposit, key, seen, ambiguous, entry), key)
 
     def _deposit(
         self, key: PointKey, seen: list[Any], ambiguous: bool, entry: list[Any] | None, gradient: Tensor | None

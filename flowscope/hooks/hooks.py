@@ -1,4 +1,4 @@
-"""The only file that registers hooks: module hooks that survive pickling as no-ops, guard faults, and all come off.
+"""The only file that hooks a model: its hooks survive pickling as no-ops, are guarded (`flowscope.faults`), come off.
 
 A forward hook plus `Tensor.register_hook` inside it is the one mechanism used on activations: module backward hooks
 break in-place operations, never fire on dict outputs and switch compilation off. Side effects under `torch.compile`
@@ -8,6 +8,7 @@ are in-place additions to preallocated tensors only.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowscope.errors import StopTraining
-from flowscope.faults import LOGGER, Faults
+from flowscope.faults import LOGGER, Faults, Hook, Observe, StepHook
 from flowscope.hooks import compiled
 from flowscope.hooks.canary import Canary
 from flowscope.hooks.turns import Turns
@@ -26,20 +26,31 @@ from flowscope.torch_internals import (
     at_end_of_backward,
     backward_under_way,
     is_batched,
+    is_marked,
     is_view,
+    mark,
     no_training_pass,
     run_uncompiled,
 )
 from flowscope.torch_internals import in_backward as in_backward
 
-Observe = Callable[..., None]
-
 
 class Mask:
-    """While `on`, no hook counts: slow probes and `jacobian_spectrum` run the model without being observed."""
+    """Hides what one thread runs, and the backward passes it begins, from every scope."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = 0
+        """How many threads hide something: asked first, as mostly none does."""
+        self._lock = threading.Lock()
+
+    def hides(self) -> bool:
+        """Whether what runs now is hidden; in traced code, which has no thread, whether anything is."""
+        return self.on > 0 and (torch.compiler.is_compiling() or is_marked())
+
+    def count(self, more: int) -> None:
+        """So many threads more hide something."""
+        with self._lock:
+            self.on += more
 
 
 MASK = Mask()
@@ -47,12 +58,20 @@ MASK = Mask()
 
 @contextlib.contextmanager
 def masked() -> Iterator[None]:
-    """Hide what runs inside from every attached scope."""
-    before, MASK.on = MASK.on, True
+    """Hide what runs inside from every attached scope: slow probes and `jacobian_spectrum` run the model so."""
+    before = is_marked()
     try:
+        MASK.count(1)
+        mark(True)
         yield
     finally:
-        MASK.on = before
+        mark(before)
+        MASK.count(-1)
+
+
+def counts() -> bool:
+    """Whether what runs now may be a part of the training."""
+    return not MASK.hides() and not no_training_pass()
 
 
 class Switch:
@@ -76,31 +95,6 @@ class Switch:
 
 ALWAYS = Switch(sampling=True)
 """The switch of hooks that look at every step."""
-
-
-class Hook:
-    """A module hook: guarded, and replaced by an inert standard-library method in any copy or pickle of the model."""
-
-    def __init__(self, part: str, observe: Observe, faults: Faults, switch: Switch | None = None) -> None:
-        self.part, self.observe, self.faults = part, observe, faults
-        self.failed = faults.failed
-        self.switch = switch or ALWAYS
-
-    def __call__(self, *args: Any) -> None:
-        """Observe; never returns a value, so the module's output stays what it was."""
-        if not self.switch.sampling or MASK.on or self.part in self.failed:
-            return
-        try:
-            if not no_training_pass():
-                self.observe(*args)
-        except StopTraining:
-            raise
-        except Exception as error:
-            self.faults.report(self.part, error)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or saved model keeps `nullcontext().__exit__`, which takes any arguments and returns None."""
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 run_uncompiled(Hook.__call__.__code__)
@@ -148,7 +142,8 @@ class Hooks:
         self.turns = Turns()
         self.statistics: list[Any] = []
         """`PointStatistic`s: added up at the points of all flows, beside what flowscope itself measures there."""
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
+        """Of all hooks that are on."""
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
         self._warned: set[str] = set()
 
@@ -158,24 +153,34 @@ class Hooks:
             self._warned.add(sentence)
             LOGGER.warning("flowscope: %s.", sentence)
 
-    def before(
-        self, module: nn.Module, part: str, observe: Observe, switch: Switch | None = None, *, first: bool = False
-    ) -> Any:
-        """Call `observe(module, args, kwargs)` before each forward of `module`; returns the removable handle.
+    def hook(self, fuse: str, observe: Observe, switch: Switch | None = None) -> Hook:
+        """A guarded hook, to be registered or called by who asks for it. With a `switch`, only while it is sampling."""
+        return Hook(fuse, observe, self.faults, switch or ALWAYS, counts)
 
-        With a `switch`, only while it is sampling.
-        """
-        hook = Hook(part, observe, self.faults, switch)
+    def step_hook(self, fuse: str, observe: Observe, otherwise: Callable[..., object] = lambda *args: None) -> StepHook:
+        """Likewise one that every step needs; where it fails, `otherwise` is called."""
+        return StepHook(fuse, observe, self.faults, ALWAYS, counts, otherwise=otherwise)
+
+    def before_all(self, module: nn.Module, fuse: str, observe: Observe) -> Any:
+        """Call `observe(module, args, kwargs)` before all other hooks, in every step; a fault costs that step alone."""
+        hook = self.step_hook(fuse, observe)
+        return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+
+    def before(
+        self, module: nn.Module, fuse: str, observe: Observe, switch: Switch | None = None, *, first: bool = False
+    ) -> Any:
+        """Call `observe(module, args, kwargs)` before each forward of `module`; returns the removable handle."""
+        hook = self.hook(fuse, observe, switch)
         return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
 
     def after(
-        self, module: nn.Module, part: str, observe: Observe, switch: Switch | None = None, *, always: bool = False
+        self, module: nn.Module, fuse: str, observe: Observe, switch: Switch | None = None, *, always: bool = False
     ) -> Any:
         """Call `observe(module, args, kwargs, output)` after each forward of `module`; likewise.
 
         With `always`, also where the forward raises.
         """
-        hook = Hook(part, observe, self.faults, switch)
+        hook = self.hook(fuse, observe, switch)
         return self.keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
 
     def change(self, module: nn.Module, change: Callable[[Tensor], Tensor], *, output: bool) -> None:
@@ -197,26 +202,28 @@ class Hooks:
         else:
             self.keep(module.register_forward_pre_hook(into, with_kwargs=True, prepend=True))
 
-    def before_accumulation(self, parameter: Tensor, part: str, observe: Observe, switch: Switch | None = None) -> Any:
+    def before_accumulation(self, parameter: Tensor, fuse: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""
-        hook = Hook(part, observe, self.faults, switch)
+        hook = self.hook(fuse, observe, switch)
         return self.keep(ParameterHook(hook, parameter.register_hook))
 
-    def after_accumulation(self, parameter: Tensor, part: str, observe: Observe, switch: Switch | None = None) -> Any:
+    def after_accumulation(self, parameter: Tensor, fuse: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(parameter)` after each backward pass that added to `parameter.grad`; likewise."""
-        hook = Hook(part, observe, self.faults, switch)
+        hook = self.hook(fuse, observe, switch)
         return self.keep(ParameterHook(hook, parameter.register_post_accumulate_grad_hook))
 
-    def after_backward(self, part: str, observe: Callable[[], None]) -> None:
+    def after_backward(self, fuse: str, observe: Callable[[], None]) -> None:
         """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
-        at_end_of_backward(lambda: at_end_of_backward(lambda: self.faults.guard(part, observe)))
+        self.faults.guard(
+            fuse, at_end_of_backward, lambda: at_end_of_backward(lambda: self.faults.guard(fuse, observe))
+        )
 
     def keep(self, handle: Any) -> Any:
         """Take over a removable handle (an optimizer's hook), and return it."""
-        self._handles.append(handle)
+        self.handles.append(handle)
         return handle
 
-    def on_gradient(self, x: Tensor, part: str, deposit: Callable[[Any], None], slot: Hashable) -> None:
+    def on_gradient(self, x: Tensor, fuse: str, deposit: Callable[[Any], None], slot: Hashable) -> None:
         """Call `deposit(gradient)` when the gradient of x arrives (detached, without recording a graph).
 
         In compiled code of a torch that cannot trace this, `deposit(None)` is called at once.
@@ -228,13 +235,13 @@ class Hooks:
         if compiling and not compiled.HOOKED_INTERMEDIATES:
             deposit(None)
             return
-        hook = _gradient_hook(part, deposit, self.faults, self._inside_a_forward)
+        hook = _gradient_hook(fuse, deposit, self.faults, self._inside_a_forward)
         if compiling:
             _register(x, hook)
             return
         handle = _register_on_view(x, hook) if is_view(x) else _register(x, hook)
         if x.is_leaf:
-            key = (id(x), part, slot)
+            key = (id(x), fuse, slot)
             if (older := self._leaves.pop(key, None)) is not None:
                 older.remove()
             self._leaves[key] = handle
@@ -256,7 +263,7 @@ class Hooks:
     def remove(self, handle: Any) -> None:
         """Remove one hook before the others."""
         handle.remove()
-        self._handles = [kept for kept in self._handles if kept is not handle]
+        self.handles[:] = [kept for kept in self.handles if kept is not handle]
 
     def release_leaves(self) -> None:
         """Remove the hooks on leaf tensors."""
@@ -266,9 +273,8 @@ class Hooks:
     def close(self) -> None:
         """Remove every hook, and let go of who registered them."""
         self.on_stale_run, self.optimizers, self.trained = lambda: None, tuple, tuple
-        self.release_leaves()
-        while self._handles:
-            self._handles.pop().remove()
+        self.faults.attempt("removing a hook", self.release_leaves)
+        self.faults.remove_all(self.handles)
 
 
 HIDDEN_BASES = ("AddmmBackward0", "MmBackward0", "torch::autograd::CopySlices")
@@ -305,20 +311,20 @@ def _register_on_view(x: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 
 def _gradient_hook(
-    part: str, deposit: Callable[[Tensor], None], faults: Faults, inside_a_forward: Callable[[], bool]
+    fuse: str, deposit: Callable[[Tensor], None], faults: Faults, inside_a_forward: Callable[[], bool]
 ) -> Callable[[Tensor], None]:
     failed = faults.failed
 
     def hook(gradient: Tensor | None) -> None:
         # a compiled graph's output that no loss uses gets None
-        if gradient is None or MASK.on or part in failed:
+        if gradient is None or fuse in failed:
             return
-        if not torch.compiler.is_compiling() and is_batched(gradient):
-            return  # a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once
         try:
-            if not inside_a_forward():
+            # a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once is no gradient
+            stacked = not torch.compiler.is_compiling() and is_batched(gradient)
+            if not (stacked or MASK.hides() or inside_a_forward()):
                 deposit(gradient.detach())
         except Exception as error:
-            faults.report(part, error)
+            faults.report(fuse, error)
 
     return hook

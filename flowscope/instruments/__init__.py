@@ -12,6 +12,7 @@ from typing import Any
 
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
+from flowscope.faults import Faults
 from flowscope.instruments.activation_shape import ActivationShape
 from flowscope.instruments.alignment import BranchAlignment
 from flowscope.instruments.attention import Attention
@@ -96,7 +97,10 @@ METRICS: dict[str, Metric] = {**specs_of(BUILT_IN), **OTHERS}
 
 
 def instruments_for(
-    view: ModelView, config: WatchConfig, further: Sequence[Instrument | type[Instrument]] = ()
+    view: ModelView,
+    config: WatchConfig,
+    further: Sequence[Instrument | type[Instrument]] = (),
+    faults: Faults | None = None,
 ) -> list[Instrument]:
     """The instruments that a model asks for, in order; none is attached yet.
 
@@ -104,6 +108,7 @@ def instruments_for(
         view: what is in the model.
         config: which of them are switched off, alone or by family.
         further: instruments from outside, classes or instances; they stand behind the built-in ones.
+        faults: an instrument that fails to look through the model is left out.
 
     Raises:
         FlowscopeError: one from outside is no instrument or bears a name that is taken, or `config.instruments` names
@@ -111,10 +116,14 @@ def instruments_for(
     """
     _check_names(config, further)
     chosen: list[Instrument] = []
+    enter = (faults or Faults()).enter
     for kind in (*BUILT_IN, *further):
         asked = not kind.families or any(family in config.metrics for family in kind.families)
         if asked and config.instruments.get(kind.name, True):
-            chosen += [kind] if isinstance(kind, Instrument) else kind.found_in(view, config)
+            if isinstance(kind, Instrument):
+                chosen.append(kind)
+            else:
+                chosen += enter(kind.name, kind.found_in, view, config, otherwise=())
     return chosen
 
 

@@ -146,15 +146,12 @@ class Attention(Instrument):
 
     def saw(self, kind: str, out: Any, args: Any, kwargs: Any) -> None:
         """A torch function of some kind was called while a layer runs."""
-        if self.fuse in self._hooks.faults.failed or not (is_compiling() or self._layers.calls()):
+        if not (is_compiling() or self._layers.calls()):
             return
-        try:
-            if kind == "scores":
-                self._saw_product(out, args)
-            elif kind != "softmax" or self._is_attention(args[0], kwargs.get("dim", args[1] if args[1:] else None)):
-                self._saw_attention(kind, out if isinstance(out, Tensor) else out[0], args, kwargs)
-        except Exception as error:
-            self._hooks.faults.report(self.fuse, error)
+        if kind == "scores":
+            self._saw_product(out, args)
+        elif kind != "softmax" or self._is_attention(args[0], kwargs.get("dim", args[1] if args[1:] else None)):
+            self._saw_attention(kind, out if isinstance(out, Tensor) else out[0], args, kwargs)
 
     def _saw_product(self, out: Tensor, args: Any) -> None:
         if not is_compiling() and out.dim() > 2 and min(t.dim() for t in args if isinstance(t, Tensor)) > 2:

@@ -25,7 +25,7 @@ class CarriedGradients:
     generator's) and be set to zero only then.
     """
 
-    PART = "carried gradients"
+    FUSE = "carried gradients"
 
     def __init__(self, hooks: Hooks) -> None:
         self._switch, self._hooks = hooks.switch, hooks
@@ -48,8 +48,8 @@ class CarriedGradients:
     def _hooked(self, number: int, parameter: Tensor) -> tuple[Any, Any]:
         arrives, added = partial(self._arrives, number, parameter), partial(self._added, number)
         return (
-            self._hooks.before_accumulation(parameter, self.PART, arrives, self._switch),
-            self._hooks.after_accumulation(parameter, self.PART, added, self._switch),
+            self._hooks.before_accumulation(parameter, self.FUSE, arrives, self._switch),
+            self._hooks.after_accumulation(parameter, self.FUSE, added, self._switch),
         )
 
     def _arrives(self, number: int, parameter: Tensor, gradient: Tensor) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError
-from flowscope.hooks.hooks import Hook, Hooks, in_backward
+from flowscope.faults import Hook
+from flowscope.hooks.hooks import Hooks, in_backward
 from flowscope.instruments.instrument import Array, Instrument, Taken, table_rows
 from flowscope.metrics import Metric
 from flowscope.model.hidden_state import is_compiling
@@ -119,7 +120,7 @@ class MergeSites(SitesOfAFlow):
         self._hooks = hooks
         for k, (connection, site) in enumerate(self.owners):
             if not site:
-                connection.observer = Hook(self.fuse, partial(self._shown, k), hooks.faults, hooks.switch)
+                connection.observer = hooks.hook(self.fuse, partial(self._shown, k), hooks.switch)
 
     def layout(self) -> list[Any]:
         """Rule and labels."""

@@ -144,8 +144,8 @@ class Parameters(Instrument):
     def begin_step(self) -> None:
         """Follow parameters that were replaced."""
         now = self._parameters.follow()
-        self._faults.guard(RawGradients.PART, self._raw.follow, now)
-        self._faults.guard(CarriedGradients.PART, self._carried.follow, now)
+        self._faults.guard(RawGradients.FUSE, self._raw.follow, now)
+        self._faults.guard(CarriedGradients.FUSE, self._carried.follow, now)
 
     def scaled_by(self, scale: Tensor | float | None) -> None:
         """The loss scale of this step's backward."""

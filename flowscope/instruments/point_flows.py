@@ -169,7 +169,7 @@ class PointFlows(Instrument):
         for at, flow in enumerate(self.flows):
             # evaluations inside a right-hand side are no chain
             if not stages or not all(path.startswith(stages) for path in flow.flow.outputs):
-                self._hooks.faults.guard(flow.part, self._flow, out, flow, step, at)
+                self._hooks.faults.guard(flow.fuse, self._flow, out, flow, step, at)
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, step: StepOfFlows, at: int) -> None:
         points = step.points[at]

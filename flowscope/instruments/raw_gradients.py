@@ -41,7 +41,7 @@ class RawGradients:
         hooks: where the triggers are registered.
     """
 
-    PART = "raw gradients"
+    FUSE = "raw gradients"
 
     def __init__(self, parameters: ParameterList, hooks: Hooks) -> None:
         self._parameters, self._switch, self._hooks = parameters, hooks.switch, hooks
@@ -64,14 +64,14 @@ class RawGradients:
         # the first parameter is most often the last to get its gradient
         chosen = dict([*trainable[:1], *spread(trainable)])
         accumulated = self._hooks.after_accumulation
-        self._triggers = [(i, p, accumulated(p, self.PART, self._arrived, self._switch)) for i, p in chosen.items()]
+        self._triggers = [(i, p, accumulated(p, self.FUSE, self._arrived, self._switch)) for i, p in chosen.items()]
 
     def _arrived(self, parameter: Tensor) -> None:
         task = backward_under_way()
         if self._switch.paused or is_compiling() or task in (-1, self._task):
             return
         self._task = task
-        self._hooks.after_backward(self.PART, self._read)
+        self._hooks.after_backward(self.FUSE, self._read)
 
     @torch.no_grad()
     def _read(self) -> None:

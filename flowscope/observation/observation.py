@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -25,6 +26,10 @@ ALWAYS_TOLD = ("drop", "discard")
 """Events that every instrument is told of: the default of the one calls the other."""
 EVENTS = [name for name in vars(Instrument) if isfunction(getattr(Instrument, name)) and name not in ASKED_OF_ALL]
 """Methods of `Instrument` that are told of what happens or asked: of an instrument that has its own."""
+SEVERAL_THREADS = (
+    "the model runs in several threads at once, and what their passes show is mixed: call counts, cosines and "
+    "attention of a record may be of any of them"
+)
 
 
 class Observation:
@@ -54,7 +59,7 @@ class Observation:
     ) -> None:
         self.view, self.config, self.hooks = view, config, hooks
         self.faults, self.switch = hooks.faults, hooks.switch
-        self.instruments = instruments_for(view, config, further)
+        self.instruments = instruments_for(view, config, further, self.faults)
         self.passes = Passes(view.parameters, hooks.switch, config.exact_steps)
         self.on_forward: Callable[[], bool] = lambda: True
         self.on_run: Callable[[], Any] = lambda: None
@@ -68,7 +73,8 @@ class Observation:
         self._told = {event: [(i.fuse, getattr(i, event)) for i in self._hearing(event)] for event in EVENTS}
         self._weighs = any("parameters" in i.families or not i.families for i in self.instruments)
         """Whether any of them may look at the parameters."""
-        hooks.before(view.model, "root hook", self._root, first=True)
+        hooks.before_all(view.model, "root hook", self._root)
+        hooks.after(view.model, "root hook", self._root_ends, always=True)
         if not any(instrument.counts_canary for instrument in self.instruments):
             hooks.after(view.model, "root hook", self._root_output)
         for buffer in (hooks.canary.buffer, *(i.buffer for i in self.instruments if i.buffer is not None)):
@@ -98,13 +104,22 @@ class Observation:
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         training = torch.is_grad_enabled()
         if not is_compiling():
+            if self.passes.begins_in_thread():
+                self.hooks.warn_once(SEVERAL_THREADS)
             if training:
                 self._start_forward()
             else:
                 self._tell("start_evaluation")
         if training and not self.switch.paused:
-            for tensor in floating_tensors((args, kwargs)):
-                self.hooks.canary.count("input", tensor)
+            self.faults.attempt("canary", self._count, "input", (args, kwargs))
+
+    def _root_ends(self, *args: Any) -> None:
+        if not is_compiling():
+            self.passes.ends_in_thread()
+
+    def _count(self, kind: str, given: Any) -> None:
+        for tensor in floating_tensors(given):
+            self.hooks.canary.count(kind, tensor)
 
     def _start_forward(self) -> None:
         if self.on_forward():
@@ -118,8 +133,7 @@ class Observation:
 
     def _root_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.switch.paused and torch.is_grad_enabled():
-            for tensor in floating_tensors(output):
-                self.hooks.canary.count("forward", tensor)
+            self._count("forward", output)
 
     def runs(self) -> int:
         """Grows whenever the model runs with gradient, also where its own `__call__` is not what the loop calls."""
@@ -131,18 +145,21 @@ class Observation:
     def begin_step(self, *, sampling: bool, slow: bool, seldom: bool) -> None:
         """Turn the instruments on or off for the step that begins; what is pending is dropped."""
         if self.switch.sampling or sampling:
-            self.drop()
+            self.faults.attempt("drop of a step", self.drop)
         self.switch.sampling, self.switch.slow, self.switch.seldom = sampling, slow, seldom
         self.hooks.turns.now.clear()
         if sampling:
             self._tell("begin_step")
-        self.passes.begin_step(sampling=sampling)
+        self.faults.attempt("passes", partial(self.passes.begin_step, sampling=sampling))
 
     def drop(self) -> None:
         """Forget what was deposited: it belongs to no step of ours."""
-        self.hooks.release_leaves()
-        self.view.parameters.let_go()
+        self.faults.attempt("leaves", self.hooks.release_leaves)
+        self._let_go()
         self._tell("drop")
+
+    def _let_go(self) -> None:
+        self.faults.attempt("parameter list", self.view.parameters.let_go)
 
     def replay(self) -> None:
         """The weights are still (nearly) those of the forward, for the last time in this step."""
@@ -155,12 +172,12 @@ class Observation:
     def before_update(self, *, updating: bool = True) -> None:
         """The first optimizer of a sampled step is about to change the weights."""
         if self._weighs:
-            self.faults.guard("parameter list", self.view.parameters.hold, fixed=updating)
+            self.faults.attempt("parameter list", partial(self.view.parameters.hold, fixed=updating))
         self._tell("before_update", updating=updating)
 
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Read the gradients that an optimizer (ids of its parameters), or all, will use."""
-        self.passes.gradients_used()
+        self.faults.attempt("passes", self.passes.gradients_used)
         self._tell("read_gradients", only, scale)
 
     def after_update(self) -> None:
@@ -169,15 +186,15 @@ class Observation:
 
     def update_failed(self) -> None:
         """The optimizer raised: what it was about to use is read again."""
-        self.view.parameters.let_go()
+        self._let_go()
         self._tell("update_failed")
 
     def snapshot(self) -> Snapshot:
         """Take everything this step deposited, on its way to the host; `begin_step` starts again from nothing."""
-        self.passes.step_ended()
+        self.faults.attempt("passes", self.passes.step_ended)
         self._tell("recall", counts=not self.passes.fills_grad)
         snapshot = Snapshot(self.instruments, self.faults)
-        self.view.parameters.let_go()
+        self._let_go()
         return snapshot
 
     def take_canary(self) -> HostCopy:
@@ -187,7 +204,7 @@ class Observation:
 
     def close(self) -> None:
         """Take off what the model's hooks do not cover, and let go of everything."""
-        self.drop()
+        self.faults.attempt("closing", self.drop)
         self._tell("close")
 
     # -- over ranks ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ meta-learner runs it inside a step.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,21 @@ class Passes:
         self._parameters, self._switch, self._exact_left = parameters, switch, exact_steps
         self.forwards = self._at_begin = 0
         self.fills_grad: bool | None = None
+        self._threads: set[int] = set()
+        """In which forwards of the root are under way."""
         self._used = False
         """An optimizer found gradients in this step (one that steps inside backward lets go of them)."""
         self._some: list[tuple[int, Tensor]] = []
         """A few of the parameters as the step began, with their numbers."""
+
+    def begins_in_thread(self) -> bool:
+        """A forward of the root begins in this thread; whether another one is under way in another thread."""
+        self._threads.add(threading.get_ident())
+        return len(self._threads) > 1
+
+    def ends_in_thread(self) -> None:
+        """It has ended, or raised."""
+        self._threads.discard(threading.get_ident())
 
     def review(self) -> str:
         """What a further forward of a sampled step says of the passes before it: what instruments do with them.

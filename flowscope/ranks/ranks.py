@@ -72,7 +72,7 @@ class LateRows:
         rows = torch.zeros(self.last + 2, KINDS + 2, dtype=wide(device), device=device)
         for at, ended in enumerate(steps):
             row = rows[min(at, self.last)]
-            for counted in ended.canary.source:
+            for counted in ended.canary.source if ended.canary is not None else ():
                 row[:KINDS] += counted[:, 0].to(device, row.dtype, non_blocking=True)
             _add_losses(row, ended.loss)
         _add_losses(rows[-1], now.loss)

@@ -5,7 +5,8 @@
     MemorySink()               the last records and alerts
     TensorBoardSink(log_dir)   depth profiles as tensors, a few scalars with their layout, images, alerts as text
 
-Sinks raise on faults and stay closable afterwards; who writes to them catches, reports once and stops using them.
+Sinks raise on faults and stay closable afterwards; who writes to them catches, reports once and stops using them, but
+those that `keeps_trying` says so of: the files.
 """
 
 from __future__ import annotations

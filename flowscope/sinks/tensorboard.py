@@ -57,6 +57,8 @@ class TensorBoardSink:
         FlowscopeError: the folder cannot be written.
     """
 
+    keeps_trying = True
+
     def __init__(self, log_dir: str | os.PathLike[str], images_every: int = 10) -> None:
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
         self._file = AppendFile(log_dir, f"events.out.tfevents.{unique}.flowscope")
@@ -71,14 +73,22 @@ class TensorBoardSink:
         self._history: dict[str, deque[tuple[int, NDArray[np.float64]]]] = {}
         self._alerts: deque[Alert] = deque(maxlen=TABLE_ROWS)
         self._alerts_of_step: list[Alert] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._write_proto(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, event: Event) -> None:
         """Write the event.
 
         Raises:
-            OSError: it did not fit or the sink is closed; what was written before stays readable.
+            OSError: it did not fit (it is written with a later event) or the sink is closed; what was written before
+                stays readable.
         """
+        if self._file.renew():
+            self._begin()
+            if self._header is not None:
+                self._write_header(self._header)
         if isinstance(event, RunHeader):
             self._write_header(event)
         elif isinstance(event, Record):

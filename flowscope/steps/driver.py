@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,16 @@ from flowscope.ranks.ranks import Ranks
 from flowscope.recorder import Recorder
 from flowscope.records import Record
 from flowscope.schedule import FIRST_STEPS, Schedule
-from flowscope.steps.ended import EndedStep, EndedSteps
-from flowscope.steps.losses import Losses, Value
+from flowscope.steps.ended import FAILED, EndedStep, EndedSteps
+from flowscope.steps.losses import Losses, StepLoss, Value
 from flowscope.steps.optimizers import OptimizerClock, OwnOptimizers
 from flowscope.steps.phase import ENDS, FOREIGN, UNTOUCHED, Action, Actions, Event, Phase, StepMachine
 from flowscope.steps.scaler import ScalerWatch
 from flowscope.torch_internals import scale_of_caller
 
 STEPPED = frozenset({Event.AFTER, Event.LAST})
+ENDING = frozenset({Event.LAST, Event.MARKED, Event.SKIPPED})
+"""What ends a step."""
 
 
 class StepCount:
@@ -42,7 +44,7 @@ class StepCount:
 
     def sampling(self) -> bool:
         """Whether the step is sampled."""
-        return bool(self._faults.guard("schedule", self._schedule, self.step))
+        return self._faults.guard("schedule", lambda: bool(self._schedule(self.step))) is True
 
     def slow(self) -> bool:
         """Whether the slow metrics are computed, should it be sampled."""
@@ -65,6 +67,7 @@ class StepDriver:
         schedule: the one `count` follows; the ranks compare it.
 
     Attributes:
+        count: the number of the step under way.
         losses: which step a loss belongs to.
         ended: the steps on their way to records.
         ranks: the other processes.
@@ -73,23 +76,23 @@ class StepDriver:
     def __init__(
         self, own: OwnOptimizers, observation: Observation, recorder: Recorder, count: StepCount, schedule: Schedule
     ) -> None:
-        self.own, self.observation, self._recorder, self._count = own, observation, recorder, count
+        self.own, self.observation, self._recorder, self.count = own, observation, recorder, count
         self.losses = Losses()
-        self.ended = EndedSteps(recorder.take, self.losses)
+        self.ended = EndedSteps(recorder.take, recorder.missed, self.losses, observation.faults)
         self.ranks = Ranks(observation, observation.config, schedule, recorder.prepare)
         self._machine = StepMachine()
         self._found_inf: list[Tensor] = []
         self._runs = 0
         self._scaler: ScalerWatch | None = None
-        self._clock = OptimizerClock(own, self.on, observation.hooks)
+        self._clock = OptimizerClock(own, self.on, self._missed, observation.hooks)
         observation.on_forward = self._forward_begins
         observation.on_run = partial(self.on, Event.RAN)
 
     def use_scaler(self, scaler: Any) -> None:
         """Ask this GradScaler for the loss scale and for steps it skips, unless another one is asked."""
         if self._scaler is None:
-            skip, optimizers = partial(self.on, Event.SKIPPED), self.own
-            self._scaler = ScalerWatch(scaler, skip, self._found, lambda: optimizers.known)
+            skip = partial(self.on, Event.SKIPPED)
+            self._scaler = ScalerWatch(scaler, skip, self._found, self.observation.hooks)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -99,15 +102,37 @@ class StepDriver:
         Raises:
             StopTraining: an `on_alert` callable asked for it at a record made by this event.
         """
-        actions = self._do(event, optimizer)
+        actions = self._take(event, optimizer)
         if actions and actions[-1] in ENDS:
-            self._recorder.raise_stop()
+            self._attempt("stop", self._recorder.raise_stop)
         return actions
 
     def mark(self) -> None:
         """In a loop without an optimizer: the step ends here."""
         if not self.own.known:
-            self._guard("step", self._do, Event.MARKED)
+            self._take(Event.MARKED)
+
+    def _take(self, event: Event, optimizer: Any = None) -> Actions:
+        """As `on`, without a stop. What fails costs this step alone, which is a record without numbers then."""
+        step = self.count.step
+        try:
+            with self.observation.faults.turn:
+                return self._do(event, optimizer)
+        except Exception as error:
+            self.observation.faults.report("steps", error, "is left out where it fails")
+            if event in ENDING and self.count.step == step:
+                self._missed()
+            return ()
+
+    def _missed(self) -> None:
+        """A step has ended, and nothing could be read of it."""
+        sampled = self.observation.faults.attempt("schedule", self.count.sampling, otherwise=True)
+        ended = EndedStep(StepLoss(self.count.step), sampled)
+        self.count.step, self.count.ended = self.count.step + 1, True
+        self.losses.under_way = StepLoss()
+        if self._scaler is not None:
+            self._attempt("loss scale", self._scaler.take_scale)  # else its update would tell of a step left out
+        self._recorder.missed(ended)
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
@@ -130,14 +155,17 @@ class StepDriver:
 
     def _do(self, event: Event, optimizer: Any = None) -> Actions:
         if event is Event.FOUND:
-            self._look()
+            self._attempt("passes", self._look)
         actions = self._machine.on(event)
         self._set_switch()
         if optimizer is not None and event in STEPPED and (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are
             self._found_inf.append(found.detach().clone())
         for action in actions:
-            CARRY_OUT[action](self, optimizer)
+            if action in ENDS:
+                CARRY_OUT[action](self, optimizer)
+            else:
+                self._attempt(f"{action.name.lower()} of a step", CARRY_OUT[action], self, optimizer)
         return actions
 
     def _set_switch(self) -> None:
@@ -147,7 +175,12 @@ class StepDriver:
         switch.in_closure = machine.phase is Phase.CLOSURE
 
     def _forward_begins(self) -> bool:
-        self._do(Event.FORWARD)
+        self._clock.runs_here()
+        self._take(Event.FORWARD)
+        # the process may end in this step: a record that waits for no loss is written before
+        if (newest := self.ended.newest) is not None and (newest.loss.values or not self.losses.given):
+            self.losses.silent = self.losses.silent or not newest.loss.values
+            self._finish(newest=True)
         if self._machine.paused:
             return False
         self._guard("ranks", self.ranks.others.forward_begins)
@@ -158,8 +191,17 @@ class StepDriver:
         if (newest := self.ended.newest) is not None and newest.snapshot is not None:
             newest.found_inf += [value.detach().clone() for value in found]
 
-    def _guard(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
-        return self.observation.faults.guard(part, call, *args)
+    def _guard(self, fuse: str, call: Callable[..., Any], *args: Any) -> Any:
+        return self.observation.faults.guard(fuse, call, *args)
+
+    def _attempt(self, fuse: str, call: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+        return self.observation.faults.attempt(fuse, call, *args, otherwise=otherwise)
+
+    def _finish(self, **how: bool) -> None:
+        with self.observation.faults.turn:
+            if self._attempt("records", partial(self.ended.finish, **how), otherwise=FAILED) is FAILED:
+                while self.ended:
+                    self._recorder.missed(self.ended.popleft())
 
     # -- actions (flowscope.steps.phase.Action) ------------------------------------------------------------------------
 
@@ -186,86 +228,116 @@ class StepDriver:
 
     def _end(self, *flags: str) -> None:
         found_inf, self._found_inf = self._found_inf, []
-        snapshot, self._count.ended = None, True
-        if self._machine.observing:
-            self._count.samples += 1
-            snapshot = self._guard("records", self.observation.snapshot)
+        snapshot, sampled, self.count.ended = None, self._machine.observing, True
+        if sampled:
+            self.count.samples += 1
+            snapshot = self._attempt("snapshot", self.observation.snapshot)
         ended = EndedStep(
-            self.losses.end(self._count.step),
+            self.losses.end(self.count.step),
+            sampled,
             snapshot,
-            self.observation.take_canary(),
+            self._attempt("canary", self.observation.take_canary),
             flags,
-            self._scaler.take_scale() if self._scaler is not None else None,
+            self._attempt("loss scale", self._scaler.take_scale) if self._scaler is not None else None,
             found_inf,
         )
         self.ended.append(ended)
-        self._count.step += 1
+        self.count.step += 1
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
-        sampled = self._machine.sampling and not flags
-        self.begin()
-        self.observation.faults.guard("ranks", self.ranks.step_ended, ended, sampled=sampled)
-        self._guard("records", self.ended.finish)
+        shared = self._machine.sampling and not flags
+        self._attempt("begin of a step", self.begin)
+        self._guard("ranks", partial(self.ranks.step_ended, ended, sampled=shared))
+        # a scaler tells only after the step whether it was skipped
+        self._finish(newest=self._scaler is None and self.losses.none_comes())
 
     def begin(self) -> None:
         """Begin the step under way: decide whether it is sampled."""
-        sampling = self._count.sampling()
-        slow, seldom = self._count.slow(), self._count.seldom()
-        self.observation.begin_step(sampling=sampling, slow=sampling and slow, seldom=sampling and seldom)
+        sampling = self._attempt("schedule", self.count.sampling, otherwise=True)
+        slow = self._attempt("schedule", self.count.slow, otherwise=False)
+        seldom = self._attempt("schedule", self.count.seldom, otherwise=False)
+        begin = partial(
+            self.observation.begin_step, sampling=sampling, slow=sampling and slow, seldom=sampling and seldom
+        )
+        self._attempt("begin of a step", begin)
         self._machine.begin(sampling=sampling)
         self._set_switch()
-        self._runs = self.observation.runs()
+        self._runs = self._attempt("passes", self.observation.runs, otherwise=0)
         if sampling and not self.own.known:
-            self.observation.before_update(updating=False)
+            self._attempt("remember of a step", partial(self.observation.before_update, updating=False))
 
-    def load(self, step: int, samples: int) -> None:
-        """Go on at this step, with a run of which so many steps were sampled."""
-        self._count.step, self._count.samples = step, samples
-        self._machine.on(Event.LOAD)
-        self.begin()
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready: where the run is, and what its detectors have learned."""
+        with self.observation.faults.turn:
+            self.readable()
+            detectors = self._recorder.detectors.state_dict()
+            return {"step": self.count.step, "samples": self.count.samples, "detectors": detectors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run whose state this is."""
+        with self.observation.faults.turn:
+            self._recorder.detectors.load_state_dict(state["detectors"])
+            self.count.step, self.count.samples = state["step"], state["samples"]
+            self._machine.on(Event.LOAD)
+            self.begin()
+
+    def raise_stop(self) -> None:
+        """Raise the `StopTraining` that an `on_alert` callable asked for."""
+        self._recorder.raise_stop()
 
     # -- the user's calls ----------------------------------------------------------------------------------------------
 
     def told(self, value: Value | None, step: int | None) -> None:
         """`scope.step` was called with this loss and number: they are those of the step that ended, or is under way."""
-        ended = self.losses.claim(ran=not self.just_ended())
-        if value is not None:
-            (ended or self.losses.under_way).give(value)
-        if step is not None and ended is None:
-            self._count.step = step
-        elif step is not None and ended is not None:
-            ended.renumber(step)
-            self._count.step = step + 1
-            if self.just_ended():
-                self.begin()
-        self._guard("records", self.ended.finish)
+        with self.observation.faults.turn:
+            ended = self.losses.claim(ran=not self.just_ended())
+            if value is not None:
+                self.losses.given = True
+                (ended or self.losses.under_way).give(value)
+            if step is not None and ended is None:
+                self.count.step = step
+            elif step is not None and ended is not None:
+                ended.renumber(step)
+                self.count.step = step + 1
+                if self.just_ended():
+                    self.begin()
+            self._finish()
 
     def readable(self) -> list[Record]:
         """Wait for copies and make records of what is there; returns those that still wait for other ranks.
 
         Alerts among ranks come at the same step everywhere.
         """
-        if self.ranks.others.joined:
-            self._guard("ranks", self.ranks.poll)
-        else:
-            self._guard("records", partial(self.ended.finish, everything=True))
-        early = [ended for ended in self.ended if ended.record is not None]
-        for ended in early:
-            self._recorder.preview(ended)
-        return [ended.record for ended in early if ended.record is not None]
+        with self.observation.faults.turn:
+            if self.ranks.others.joined:
+                self._guard("ranks", self.ranks.poll)
+            else:
+                self._finish(everything=True)
+            early = [ended for ended in self.ended if ended.record is not None]
+            for ended in early:
+                self._attempt("records", self._recorder.preview, ended)
+            return [ended.record for ended in early if ended.record is not None]
+
+    def last_words(self) -> None:
+        """Make records of what ended, as far as no other rank is waited for: the process ends."""
+        self._finish(newest=True, everything=not self.ranks.others.joined)
+
+    def forked(self) -> None:
+        """This is a forked child: what has ended so far is the parent's to tell."""
+        self.observation.faults.turn.renew()
+        self.ended.clear()
+        self._recorder.outlet.forked = True
 
     def finish(self) -> None:
         """Let go of the other ranks, and make records of all that ended."""
         self._guard("ranks", self.ranks.close)
-        self._guard("records", partial(self.ended.finish, everything=True))
+        self._finish(everything=True)
 
     def close(self) -> None:
         """Remove every hook, and let go of the model."""
-        self.observation.hooks.close()
-        if self._scaler is not None:
-            self._scaler.close()
+        self._attempt("closing", self.observation.hooks.close)
         # what is still in some graph deposits nowhere
         self.observation.switch.paused = True
-        self._guard("records", self.observation.close)
+        self._attempt("closing", self.observation.close)
         self.ended.clear()
 
 

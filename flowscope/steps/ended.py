@@ -11,10 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowscope.faults import Faults
 from flowscope.observation.snapshot import Snapshot
 from flowscope.records import Record
 from flowscope.steps.losses import Losses, StepLoss
 from flowscope.sums.buffer import HostCopy
+
+FAILED = object()
 
 
 @dataclass(eq=False)
@@ -23,8 +26,9 @@ class EndedStep:
 
     Attributes:
         loss: the loss given for it, and its number.
-        snapshot: what it deposited; None where it was not sampled.
-        canary: its counts of non-finite entries.
+        sampled: whether it becomes a record.
+        snapshot: what it deposited; None where it was not sampled, or could not be taken.
+        canary: its counts of non-finite entries; None where they could not be taken.
         flags: what is special about it.
         scale: the GradScaler's scale in its backward, None without a scaler.
         found_inf: above 0 where the gradients of an optimizer held inf (the scaler's, or a fused optimizer's own).
@@ -36,8 +40,9 @@ class EndedStep:
     """
 
     loss: StepLoss
-    snapshot: Snapshot | None
-    canary: HostCopy
+    sampled: bool
+    snapshot: Snapshot | None = None
+    canary: HostCopy | None = None
     flags: tuple[str, ...] = ()
     scale: Any = None
     found_inf: list[Tensor] = field(default_factory=list)
@@ -63,12 +68,20 @@ class EndedSteps(deque[EndedStep]):
 
     Args:
         take: makes a record of one.
+        missed: makes do without, where that fails.
         losses: tell whether the newest may still get a loss.
+        faults: who is told where it fails.
     """
 
-    def __init__(self, take: Callable[[EndedStep], None], losses: Losses) -> None:
+    def __init__(
+        self,
+        take: Callable[[EndedStep], object],
+        missed: Callable[[EndedStep], None],
+        losses: Losses,
+        faults: Faults,
+    ) -> None:
         super().__init__()
-        self._take, self._losses = take, losses
+        self._take, self._missed, self._losses, self._faults = take, missed, losses, faults
         self._finishing = False
 
     @property
@@ -76,17 +89,24 @@ class EndedSteps(deque[EndedStep]):
         """The step that ended last, None where it is a record already."""
         return self[-1] if self else None
 
-    def finish(self, *, everything: bool = False) -> None:
-        """Turn them into records; the newest waits for its loss until the next one ends, unless `everything`."""
+    def finish(self, *, everything: bool = False, newest: bool = False) -> None:
+        """Turn them into records, as far as their copies are there.
+
+        Args:
+            everything: wait for the copies.
+            newest: also the one that ended last; else it waits for its loss until the next one ends.
+        """
         if self._finishing:  # an alert's callback reads records
             return
         self._finishing = True
         try:
             while self:
                 oldest = self[0]
-                if not everything and (oldest.loss is self._losses.unclaimed or not oldest.ready()):
+                waits = oldest.loss is self._losses.unclaimed and not newest
+                if not everything and (waits or not oldest.ready()):
                     return
                 self.popleft()
-                self._take(oldest)
+                if self._faults.attempt("records", self._take, oldest, otherwise=FAILED) is FAILED:
+                    self._missed(oldest)
         finally:
             self._finishing = False

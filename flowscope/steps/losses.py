@@ -48,8 +48,8 @@ class StepLoss:
         values: what was given, numbers or on their way from a device.
     """
 
-    def __init__(self) -> None:
-        self.step = -1
+    def __init__(self, step: int = -1) -> None:
+        self.step = step
         self.values: list[Value] = []
         self._shown_in: Record | None = None
         self._sent = 0
@@ -116,12 +116,15 @@ class Losses:
     Attributes:
         under_way: the loss of the step under way.
         unclaimed: that of the step that ended since the last call of `scope.step`: the next call may belong to it.
+        given: whether `scope.step` was ever given one.
+        silent: whether a step has gone by without one.
         at_end: the values that are known only when the step ends (of a launcher that listens to backward passes).
     """
 
     def __init__(self) -> None:
         self.under_way = StepLoss()
         self.unclaimed: StepLoss | None = None
+        self.given = self.silent = False
         self.at_end: Callable[[], Iterable[Value]] = tuple
 
     def end(self, step: int) -> StepLoss:
@@ -131,6 +134,10 @@ class Losses:
         ended.values += self.at_end()
         ended.step = step
         return ended
+
+    def none_comes(self) -> bool:
+        """Whether this loop gives no losses, as far as it has shown."""
+        return self.silent and not self.given
 
     def claim(self, *, ran: bool) -> StepLoss | None:
         """`scope.step` is called: the step that has ended and that the call belongs to, None for the one under way.

@@ -1,4 +1,4 @@
-"""The optimizers of a model, and their steps as events: what torch's global step hooks tell, translated.
+"""The optimizers of a model, and their steps as events.
 
 An optimizer given to `watch` (or found because it holds the model's parameters) marks the end of a step in its
 post-hook; of several, the last listed. What else steps is foreign. Optimizers that step inside backward (one a
@@ -7,19 +7,17 @@ parameter, to free the gradients at once) end the step when that backward ends, 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from flowscope.errors import FlowscopeError
-from flowscope.hooks.hooks import Hook, Hooks
+from flowscope.hooks.hooks import Hooks
+from flowscope.hooks.steps_of_all import Listener
 from flowscope.instruments.wiring import held_by
 from flowscope.steps.phase import Action, Actions, Event
 from flowscope.torch_internals import (
@@ -56,10 +54,10 @@ class OwnOptimizers:
         if self.knows(optimizer):
             return True
         held = held_by(optimizer)
-        if self.given:
-            # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
-            return not inside and any(held & held_by(known) for known in self.known)
-        return any(id(p) in held for p in self._model.parameters())
+        if not self.given:
+            return self._holds(held)
+        # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
+        return not inside and (any(held & held_by(known) for known in self.known) or self._takes_over(held))
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place.
@@ -70,7 +68,8 @@ class OwnOptimizers:
             self.known.insert(0, optimizer)
             return
         held = held_by(optimizer)
-        older = [i for i, known in enumerate(self.known) if held & held_by(known)]
+        shared = [i for i, known in enumerate(self.known) if held & held_by(known)]
+        older = shared or [i for i, known in enumerate(self.known) if not self._holds(held_by(known))]
         for i in older:
             self._replaced.add(self.known[i])
         if older and self.given:
@@ -78,22 +77,30 @@ class OwnOptimizers:
         kept = [known for i, known in enumerate(self.known) if i not in older or known is optimizer]
         self.known = kept if optimizer in kept else [*kept, optimizer]
 
+    def _holds(self, held: set[int]) -> bool:
+        return any(id(p) in held for p in self._model.parameters())
+
+    def _takes_over(self, held: set[int]) -> bool:
+        """Whether it holds the model's parameters, which were replaced since: the known ones hold none of them now."""
+        return self._holds(held) and not any(self._holds(held_by(known)) for known in self.known)
+
     def last(self, optimizer: Optimizer) -> bool:
         """Whether its step ends the training step."""
         return optimizer is self.known[-1]
 
 
 class OptimizerClock:
-    """Listens to every optimizer of the process through torch's global hooks, and tells of each as an event.
+    """Listens to every optimizer of the process, and tells of each as an event.
 
     Args:
         own: the model's optimizers.
         tell: takes the event and its optimizer, and answers with what the step's table asks for.
+        missed: called where a step has ended and the event failed.
         hooks: whose hooks these are.
     """
 
-    def __init__(self, own: OwnOptimizers, tell: Tell, hooks: Hooks) -> None:
-        self._own, self._tell, self._turns = own, tell, hooks.turns
+    def __init__(self, own: OwnOptimizers, tell: Tell, missed: Callable[[], object], hooks: Hooks) -> None:
+        self._own, self._tell, self._on_missed, self._turns = own, tell, missed, hooks.turns
         self._joining: Optimizer | None = None
         """Its step belongs to the training step that has just ended, and is no event."""
         self._stepping: Optimizer | None = None
@@ -102,11 +109,21 @@ class OptimizerClock:
         the step of every class of which there was an instance."""
         self._inside: tuple[int, Optimizer] | None = None
         """The backward in which optimizers step, and the latest of them."""
-        self._end = Hook("optimizer hook", self._backward_ends, hooks.faults)
-        self._pre = Hook("optimizer hook", self._before, hooks.faults)
-        self._post = Hook("optimizer hook", self._after, hooks.faults)
-        hooks.keep(register_optimizer_step_pre_hook(_weakly(self._pre)))
-        hooks.keep(register_optimizer_step_post_hook(_weakly(self._post)))
+        self._thread = threading.get_ident()
+        """In which the model is trained: other threads train models of their own."""
+        self._end = hooks.step_hook("optimizer hook", self._backward_ends, self._missed)
+        self._pre = hooks.step_hook("optimizer hook", self._before)
+        self._post = hooks.step_hook("optimizer hook", self._after, self._missed)
+        hooks.keep(Listener(self._pre, self._post))
+
+    def runs_here(self) -> None:
+        """The model runs in this thread."""
+        self._thread = threading.get_ident()
+
+    def _missed(self, *args: Any) -> None:
+        """A step of an optimizer of ours has ended, and could not be told."""
+        if self._own.known and (not args or args[0] is self._own.known[-1]):
+            self._on_missed()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):
@@ -131,8 +148,9 @@ class OptimizerClock:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):
-            self._turns.of_others(optimizer)
-            self._tell(Event.FOREIGN, optimizer)
+            if threading.get_ident() == self._thread:
+                self._turns.of_others(optimizer)
+                self._tell(Event.FOREIGN, optimizer)
             return
         if self._stepping is optimizer and self._nested:
             self._nested -= 1
@@ -164,20 +182,6 @@ class OptimizerClock:
         inside, self._inside = self._inside, None
         if inside is not None:
             self._tell(Event.LAST, inside[1])
-
-
-def _weakly(hook: Hook) -> Callable[..., None]:
-    """A global hook that does not keep a forgotten scope and its model alive."""
-    reference = weakref.ref(hook)
-
-    def call(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (live := reference()) is not None:
-            # torch hands the bound call's arguments on: args[0] is the optimizer itself
-            live(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
-
-    # what torch.compiler.disable sets: a compiled optimizer.step calls it as plain Python
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

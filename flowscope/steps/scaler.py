@@ -5,40 +5,37 @@ One scaler may serve several optimizers: those of this model make its step, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from flowscope.errors import FlowscopeError
+from flowscope.faults import CallBefore
+from flowscope.hooks.hooks import Hooks
 from flowscope.torch_internals import found_by, scale_of
 
 
 class ScalerWatch:
-    """Wraps one GradScaler instance's `update` until `close`; reports skipped steps, keeps the scale of each step.
+    """Looks at one GradScaler before each `update`; reports skipped steps, keeps the scale of each step.
 
     Args:
         scaler: the GradScaler.
         on_skip: called where the step of our (last) optimizer was left out.
-        on_found: called in every `update` with what our optimizers' gradients were found to hold: inf where above 0.
-        optimizers: those of this model, as far as they are known.
+        on_found: called before every `update` with what our optimizers' gradients were found to hold: inf above 0.
+        hooks: knows the optimizers of this model, and takes this off at the end.
     """
 
     def __init__(
-        self,
-        scaler: Any,
-        on_skip: Callable[[], object],
-        on_found: Callable[[list[Tensor]], None],
-        optimizers: Callable[[], Sequence[Any]],
+        self, scaler: Any, on_skip: Callable[[], object], on_found: Callable[[list[Tensor]], None], hooks: Hooks
     ) -> None:
         if not all(callable(getattr(scaler, name, None)) for name in ("update", "get_scale", "is_enabled")):
             raise FlowscopeError(
                 f"watch(scaler=...): got {type(scaler).__name__}, expected the torch.amp.GradScaler of the loop."
             )
-        self._scaler, self._on_skip, self._on_found, self._optimizers = scaler, on_skip, on_found, optimizers
+        self._scaler, self._on_skip, self._on_found, self._hooks = scaler, on_skip, on_found, hooks
         self._stepped = False
-        self._update = scaler.update
-        scaler.update = self._watched_update
+        hooks.keep(CallBefore(scaler, "update", self._updates, hooks.faults))
 
     def scale(self) -> Any:
         """The loss scale used in this step's backward (a tensor copied on the device, or a number)."""
@@ -49,9 +46,9 @@ class ScalerWatch:
         self._stepped = True
         return self.scale()
 
-    def _watched_update(self, *args: Any, **kwargs: Any) -> Any:
+    def _updates(self) -> None:
         found = found_by(self._scaler)
-        if known := {id(optimizer) for optimizer in self._optimizers()}:
+        if known := {id(optimizer) for optimizer in self._hooks.optimizers()}:
             found = {key: tensors for key, tensors in found.items() if key in known}
         if found:  # else the update is that of another model's optimizer
             stepped, self._stepped = self._stepped, False
@@ -59,9 +56,3 @@ class ScalerWatch:
                 self._on_skip()
                 self._stepped = False
             self._on_found([tensor for tensors in found.values() for tensor in tensors])
-        return self._update(*args, **kwargs)
-
-    def close(self) -> None:
-        """Give the scaler its own `update` back."""
-        if self._scaler.__dict__.get("update") == self._watched_update:
-            del self._scaler.update

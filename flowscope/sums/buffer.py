@@ -114,12 +114,13 @@ class DepositBuffer:
     def empty(self) -> bool:
         """Whether nothing was deposited since the last `take`; False where only a device could tell."""
         self._settle()
-        return all(device == _HOST for device in self._tensors) and not self._numbers.any()
+        return all(device.type in ("cpu", "meta") for device in self._tensors) and not self._numbers.any()
 
     def take(self) -> list[Tensor]:
         """Return a snapshot (still on the devices) of all rows and zero them."""
         self._settle()
-        taken = [tensor[: self.rows].clone() for tensor in self._tensors.values()]
+        # what was deposited on the meta device has no numbers
+        taken = [tensor[: self.rows].clone() for tensor in self._tensors.values() if not tensor.is_meta]
         self.clear()
         return taken
 
@@ -140,6 +141,8 @@ class HostCopy:
                 event.record(torch.cuda.current_stream(tensor.device))
                 self._events.append(event)
                 self._host.append(host)
+            elif tensor.is_meta:
+                self._host.append(torch.full(tensor.shape, float("nan"), device="cpu"))
             else:
                 self._host.append(tensor.cpu())
 

@@ -8,6 +8,7 @@ Axis letters: G points of one run, N positions, D features, T tokens of a sequen
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import numpy as np
@@ -45,9 +46,15 @@ class DepthRows:
         self._origin: Positions | None = None
         self._points: list[Positions] = []
         self._rows: list[weakref.ref[DepthRow]] = []
+        self._lock = threading.RLock()
+        """Gradients of one model may arrive in several threads."""
 
     def add(self, before: Positions | None, now: Positions, origin: Positions | None) -> DepthRow:
         """Return the row of a point `now` that follows `before` (arguments as for `statistics.depth_statistics`)."""
+        with self._lock:
+            return self._added(before, now, origin)
+
+    def _added(self, before: Positions | None, now: Positions, origin: Positions | None) -> DepthRow:
         previous = self._points[-1] if self._points else None
         joins = previous is not None and before is previous and origin is self._origin
         if not joins or (len(self._points) + 1) * now.values.numel() > MOST_ENTRIES:
@@ -61,6 +68,10 @@ class DepthRows:
 
     def compute(self) -> None:
         """Compute the rows that are still wanted, and begin a new run."""
+        with self._lock:
+            self._compute()
+
+    def _compute(self) -> None:
         rows, points = [row() for row in self._rows], self._points
         before, origin = self._before, self._origin
         self._points, self._rows, self._before, self._origin = [], [], None, None

@@ -34,6 +34,7 @@ def attacks(plan: Plan) -> Iterator[Outcome]:
     }.items():
         yield from _long(kind, plan.count(STEPS), **options)
     yield from _cycles("closed", plan.count(CYCLES), close=True)
+    yield from _cycles("forgotten", plan.count(CYCLES), close=False)
 
 
 def _long(kind: str, steps: int, *, every: int, files: bool = False, bad: bool = False) -> Iterator[Outcome]:
