@@ -20,6 +20,7 @@ from flowscope.model.structure import is_scripted
 from flowscope.records import Alert
 from flowscope.schedule import Schedule
 from flowscope.sinks import Sink
+from flowscope.sinks.reading import is_run
 from flowscope.steps.losses import LateLoss
 
 AlertCallback = Callable[[Alert], Any]
@@ -135,8 +136,14 @@ def reference_detectors(reference: Any) -> Sequence[Detector]:
     """Return what compares the run with its reference, nothing without one."""
     if reference is None:
         return ()
-    _expect(isinstance(reference, (str, Path)), "reference", reference, "a folder of good runs, or a golden profile.")
-    from flowscope.corridor import live  # reads the runs: only where there is a reference
+    wanted = "a good run, a folder of good runs, or a golden profile."
+    _expect(isinstance(reference, (str, Path)), "reference", reference, wanted)
+    # they read the runs: only where there is a reference
+    if is_run(reference):
+        from flowscope.parting.companion import PartedFromRun
+
+        return (PartedFromRun(reference),)
+    from flowscope.corridor import live
 
     return (live(reference),)
 

@@ -39,7 +39,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.records import ALL_DIGITS, RunHeader, strict_json
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
-from flowscope.sinks.reading import file_of
+from flowscope.sinks.reading import file_of, is_run
 from flowscope.terminal import block, paragraph, shown, tell
 
 REPLAYED = 100
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--log-dir", help="where to write (default: runs/SCRIPT-DATE-TIME)")
     run.add_argument("--every", type=int, default=10, metavar="N", help="sample each n-th step (default: %(default)s)")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a field of WatchConfig")
-    reference = "a folder of good runs of this recipe, or a golden profile: tells where this run parts from them"
+    reference = "a good run of this recipe, a folder of them, or a golden profile: tells where this run parts from them"
     run.add_argument("--reference", metavar="GOOD", help=reference)
     words = "move the first hidden state by one ulp and write to RUN/rounding: shows bisect how much of RUN is rounding"
     run.add_argument("--rounding", metavar="RUN", help=words)
@@ -291,7 +291,8 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.log_dir, config["nudge"] = file_of(arguments.rounding).parent / "rounding", True
         options: dict[str, Any] = {"every": arguments.every, "config": _limits(config, arguments.set)}
         if arguments.reference:
-            options["reference"] = place_of(arguments.reference)  # the script may change its folder
+            one = is_run(arguments.reference)  # an absolute path: the script may change its folder
+            options["reference"] = Path(arguments.reference).absolute() if one else place_of(arguments.reference)
         name = f"{Path(arguments.script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         log_dir = Path(arguments.log_dir) if arguments.log_dir else Path("runs") / name
         run_script(arguments.script, log_dir.absolute(), module=arguments.module, options=options)

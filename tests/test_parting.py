@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +137,80 @@ def test_a_seed_counts_only_where_something_is_drawn(record: Callable[..., Path]
     drawing = replace(plain, dropout=0.1)
     found = flowscope.bisect(record("c", drawing), record("d", replace(drawing, at=1)))
     assert (found.step, found.phase, found.where) == (0, "setup", "random state")
+
+
+def test_later_steps_are_compared_by_what_is_written(record: Callable[..., Path]) -> None:
+    short = {"exact_steps": 2}
+    good = record("good", Knobs(steps=5), config=short)
+    found = flowscope.bisect(good, record("bad", Knobs(steps=5, fault="branch scaled", since=3), config=short))
+    assert (found.step, found.phase, found.where) == (3, "forward", "blocks.1")
+    found = flowscope.bisect(good, record("rate", Knobs(steps=5, fault="wrong backward", since=4, at=2), config=short))
+    assert (found.step, found.phase, found.where) == (4, "backward", "blocks.1")
+    same = flowscope.bisect(good, record("same", Knobs(steps=5), config=short))
+    assert (same.phase, same.compared) == (None, 5)
+
+
+# -- live ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_under_way_says_where_it_parts(record: Callable[..., Path]) -> None:
+    good = record("good", Knobs())
+    told: list[Any] = []
+    record("bad", Knobs(fault="mask lost", since=2), reference=good, on_alert=told.append)
+    (alert,) = [one for one in told if one.kind == "parted_from_reference"]
+    assert (alert.step, alert.where, alert.severity) == (2, "blocks.1.attention", "warning")
+    assert alert.message.startswith("forward: step 2: the inputs are equal to the last bit")
+    told.clear()
+    record("same", Knobs(), reference=str(good), on_alert=told.append)
+    assert not [one for one in told if one.kind == "parted_from_reference"]
+
+
+def test_a_run_that_was_not_told_to_the_bit_is_no_reference(record: Callable[..., Path]) -> None:
+    old = record("old", Knobs(steps=2), config={"exact_steps": 0})
+    with pytest.raises(FlowscopeError, match="no step was told to the bit"):
+        record("new", Knobs(), reference=old)
+
+
+def test_flowscope_run_takes_a_reference_and_measures_rounding(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "flowscope", "run", *arguments, str(script)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    run("--log-dir", "good")
+    run("--rounding", "good")
+    assert read_run(tmp_path / "good" / "rounding").records[0].metrics.keys()
+    assert "parted_from_reference" not in run("--log-dir", "same", "--reference", "good")
+    script.write_text(SCRIPT.replace("x + block(x)", "x + 1.001 * block(x)"))
+    said = run("--log-dir", "bad", "--reference", "good")
+    assert "[warning] step 0: parted_from_reference" in said
+    assert "forward: step 0" in said
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    net(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+"""
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 # -- the records ---------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class ExactModules(Instrument):
             "1 where a checkpoint ran a block again with another state of the random numbers than in the forward.",
             healthy="0",
             rows="modules",
+            ranks="first",
             drawn=False,
         ),
     )

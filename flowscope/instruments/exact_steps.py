@@ -51,6 +51,7 @@ class ExactSteps(Instrument):
             "Hash of the state of torch's random numbers in the first steps: as the forward begins, as it has ended, "
             "as the optimizer begins.",
             rows="model",
+            ranks="first",
             drawn=False,
             exact=True,
         ),
@@ -58,6 +59,7 @@ class ExactSteps(Instrument):
             "optimizer_options",
             "The options of the optimizers' groups in the first steps, as numbers.",
             rows="model",
+            ranks="first",
             drawn=False,
             exact=True,
         ),

@@ -12,10 +12,10 @@ import numpy as np
 from flowscope.errors import FlowscopeError
 from flowscope.parting.differences import differences, other_weights
 from flowscope.parting.distances import CHECKSUM, distance
-from flowscope.parting.looks import RANDOM, Look, Phase, Sides, draws, looks
+from flowscope.parting.looks import RANDOM, Look, Phase, Sides, draws, looks, told_to_the_bit
 from flowscope.parting.matching import flow_pairs, parameter_pairs, parameters_of, same_shape
 from flowscope.parting.meaning import explained
-from flowscope.parting.rounding import Rounding, epsilon_of, excuses_of, measured, steps_of
+from flowscope.parting.rounding import Rounding, epsilon_of, excuses, excuses_of, measured, steps_of
 from flowscope.records import Record, Run, RunHeader
 from flowscope.sinks import read_run
 from flowscope.sinks.jsonl import FILE_NAME
@@ -81,7 +81,7 @@ def bisect(good: Source, bad: Source, *, rounding: Sequence[Source] = ()) -> Par
     pairs = _comparable(steps_of(first, second))
     headers = first.header or RunHeader(), second.header or RunHeader()
     differs = differences(*headers)
-    size = measured(first, [*map(_opened, rounding), *_beside(good)])
+    size = measured(first, [*map(_opened, rounding), *beside(good)])
     size.epsilon = epsilon_of(headers)
     found = Search(size).parting([Sides(headers, pair) for pair in pairs])
     return Parting(*found, differs=differs, compared=len(pairs))
@@ -91,7 +91,7 @@ def _opened(source: Source) -> Run:
     return source if isinstance(source, Run) else read_run(source)
 
 
-def _beside(good: Source) -> Iterator[Run]:
+def beside(good: Source) -> Iterator[Run]:
     """The runs that show the rounding of this one."""
     if not isinstance(good, Run):
         found = sorted(file_of(good).parent.glob(f"{ROUNDING}/{FILE_NAME}"))
@@ -104,18 +104,12 @@ def _comparable(pairs: Sequence[tuple[Record, Record]]) -> list[tuple[Record, Re
             "bisect(good, bad): the runs have no sampled step in common; expected two runs that were recorded from "
             "their first step on, by the same schedule."
         )
-    told = [pair for pair in pairs if all(map(told_to_the_bit, pair))]
-    if not told:
+    if not any(all(map(told_to_the_bit, pair)) for pair in pairs[:1]):
         raise FlowscopeError(
             "bisect(good, bad): no step of both was recorded to the bit; expected runs of this version, recorded from "
             "their first step on with WatchConfig.exact_steps > 0 (10 by default)."
         )
-    return told
-
-
-def told_to_the_bit(record: Record) -> bool:
-    """Whether it is one of the first steps, which can be compared."""
-    return any(record.spec(key).exact for key in record.metrics)
+    return list(pairs)
 
 
 class Search:
@@ -146,6 +140,8 @@ class Search:
     def of_step(self, sides: Sides) -> tuple[int, Phase, str, str, float, float] | None:
         """Where this step parts."""
         step = sides.records[0].step
+        if not all(map(told_to_the_bit, sides.records)) and (self.since is not None or excuses(sides)):
+            return None  # how far rounding has grown by now is not known
         changed, before = self._changed(sides), self.since
         for look in looks(sides):
             if look.phase != "update":

@@ -29,6 +29,11 @@ def file_of(path: str | os.PathLike[str]) -> Path:
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
 
 
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a run's file, or a folder that holds one itself."""
+    return file_of(path).name == FILE_NAME and file_of(path).is_file()
+
+
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read a run back, however it ended.
 
