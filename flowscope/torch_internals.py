@@ -342,14 +342,14 @@ def sequence_of(group: Any) -> int:
         return -1
 
 
-def shard_start(parameter: Any) -> int:
-    """The number of the first row of a tensor that this rank holds."""
+def shard_start(parameter: Any) -> tuple[int, int]:
+    """The numbers of the first row and column of a tensor that this rank holds."""
     if (placements := getattr(parameter, "placements", None)) is None:
-        return 0
+        return 0, 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, placements)
-    return int(offset[0]) if offset else 0
+    return tuple([*map(int, offset), 0, 0][:2]) if len(offset) <= 2 else (int(offset[0]), 0)  # type: ignore[return-value]
 
 
 def fsdp_states(model: nn.Module) -> list[Any]:

@@ -245,22 +245,27 @@ def test_recorded_numbers_are_those_of_the_tensors(record: Callable[..., Path]) 
         assert np.array_equal(told["exact_gradients"][i], fingerprints(gradient[None])[0].numpy())
     at = told.labels("exact_weights").index("blocks.1.up.weight")
     weight, gradient = model.stack[1].up.weight.detach(), gradients[-1]
-    assert np.array_equal(told["exact_weights"][at], row_fingerprints(weight[None], [0])[0].numpy())
-    assert np.array_equal(told["exact_param_gradients"][at], row_fingerprints(gradient[None], [0])[0].numpy())
+    assert np.array_equal(told["exact_weights"][at], row_fingerprints(weight[None], [(0, 0)])[0].numpy())
+    assert np.array_equal(told["exact_param_gradients"][at], row_fingerprints(gradient[None], [(0, 0)])[0].numpy())
     after = weight - 0.1 * gradient
-    assert np.allclose(told["exact_updated"][at, 1:], row_fingerprints(after[None], [0])[0, 1:], rtol=1e-6)
+    assert np.allclose(told["exact_updated"][at, 1:], row_fingerprints(after[None], [(0, 0)])[0, 1:], rtol=1e-6)
     assert told.labels("exact_modules")[-1] == ""
     assert told["exact_modules"][-1, 1] == fingerprints(model(x).detach()[None])[0, 0]
 
 
 def test_an_empty_shard_adds_nothing() -> None:
-    assert not row_fingerprints(torch.zeros(1, 0, 3), [9]).any()
+    assert not row_fingerprints(torch.zeros(1, 0, 3), [(9, 0)]).any()
 
 
 def test_shards_of_rows_add_up_to_the_whole() -> None:
     w = torch.randn(9, 4, 3)
-    whole = row_fingerprints(w[None], [0])
-    assert torch.allclose(row_fingerprints(w[None, :5], [0]) + row_fingerprints(w[None, 5:], [5]), whole, rtol=1e-12)
+    whole = row_fingerprints(w[None], [(0, 0)])
+    assert torch.allclose(
+        row_fingerprints(w[None, :5], [(0, 0)]) + row_fingerprints(w[None, 5:], [(5, 0)]), whole, rtol=1e-12
+    )
+    flat = w.flatten(1)[None]
+    columns = row_fingerprints(flat[..., :7], [(0, 0)]) + row_fingerprints(flat[..., 7:], [(0, 7)])
+    assert torch.allclose(columns[:, 1:], whole[:, 1:], rtol=1e-12)
     r, q = signs(12, w), signs(9, w)
     expected = [sum(q[i, k] * float(w[i].flatten().double() @ r[:, k]) for i in range(9)) for k in range(4)]
     assert np.allclose(whole[0, 2:], expected, rtol=1e-12)
@@ -301,7 +306,7 @@ def test_distance_of_what_is_not_finite() -> None:
 
 def test_update_distance_is_that_of_the_changes() -> None:
     w, change = torch.randn(7, 5), torch.randn(7, 5)
-    rows = [row_fingerprints((w + k * change)[None], [0])[0].numpy() for k in (0.0, 0.01, 0.011)]
+    rows = [row_fingerprints((w + k * change)[None], [(0, 0)])[0].numpy() for k in (0.0, 0.01, 0.011)]
     assert update_distance((rows[0], rows[1]), (rows[0], rows[2])) == pytest.approx(1 / 11, rel=1e-3)
     assert update_distance((rows[0], rows[1]), (rows[0], rows[1])) == 0
 

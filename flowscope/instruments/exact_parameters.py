@@ -60,11 +60,11 @@ class ExactParameters(Instrument):
         return {i: p for i, p in enumerate(self._parameters.current()) if p is not None}
 
     @torch.no_grad()
-    def _look(self, kind: str, tensors: Mapping[int, Tensor], starts: Mapping[int, int]) -> None:
+    def _look(self, kind: str, tensors: Mapping[int, Tensor], starts: Mapping[int, tuple[int, int]]) -> None:
         numbers = [*tensors]
         found = self._found[kind]
         for group, x in stacked([tensors[i] for i in numbers]):
-            rows = row_fingerprints(x, [starts.get(numbers[at], 0) for at in group])
+            rows = row_fingerprints(x, [starts[numbers[at]] for at in group])
             found.update(zip((numbers[at] for at in group), rows, strict=True))
 
     def _weights(self, kind: str) -> None:

@@ -236,14 +236,6 @@ def update(sides: Sides) -> Iterator[Look]:
 
 WRITTEN = 1e-5
 """Numbers with seven digits are equal up to this; those near zero are not compared."""
-COARSE: tuple[tuple[Phase, str, bool], ...] = (
-    ("forward", "act_rms", False),
-    ("loss", "", False),
-    ("backward", "grad_norm", True),
-    ("backward", "param_grad_norm", True),
-    ("update", "update_ratio", False),
-)
-"""Of any sampled step: the phase, the metric, and whether it is read from the output to the input."""
 
 
 def told_to_the_bit(record: Record) -> bool:
@@ -253,13 +245,17 @@ def told_to_the_bit(record: Record) -> bool:
 
 def coarse(sides: Sides) -> Iterator[Look]:
     """The usual metrics of the first flow and of the parameters, to the digits that are written."""
-    for phase, metric, upwards in COARSE:
-        if not metric:
-            yield from (replace(look, distance=_written(look.distance)) for look in loss(sides))
-        elif (rows := sides.rows(metric)) is not None:
-            labels = [label for label in rows[0] if label in rows[1]]
-            for label in reversed(labels) if upwards else labels:
-                yield Look(phase, label.removesuffix(":input"), _written(_apart(rows, label)), kind="metric")
+    yield from _rows(sides, "forward", "act_rms")
+    yield from (replace(look, distance=_written(look.distance)) for look in loss(sides))
+    yield from reversed([*_rows(sides, "backward", "grad_norm")])
+    yield from reversed([*_rows(sides, "backward", "param_grad_norm")])
+    yield from _rows(sides, "update", "update_ratio")
+
+
+def _rows(sides: Sides, phase: Phase, metric: str) -> Iterator[Look]:
+    if (rows := sides.rows(metric)) is not None:
+        for label in (label for label in rows[0] if label in rows[1]):
+            yield Look(phase, label.removesuffix(":input"), _written(_apart(rows, label)), kind="metric")
 
 
 def _apart(rows: tuple[dict[str, Array], dict[str, Array]], label: str) -> float:

@@ -101,14 +101,14 @@ def _projections(x: Tensor, axis: int) -> Tensor:
     return torch.cat([squares, projected.sum(1), of_samples], dim=1)
 
 
-def row_fingerprints(x: Tensor, starts: Sequence[int]) -> Tensor:
+def row_fingerprints(x: Tensor, starts: Sequence[tuple[int, int]]) -> Tensor:
     """Return [G, 2 + K] of parameters or their gradients [G, B, ...]: checksum, sum of squares, projections, fp64.
 
     Rows have signs of their own, so that those of a gradient that add up to zero do not hide what differs.
 
     Args:
         x: real floating-point tensors, stacked; shards add up.
-        starts: G, the number of the first row of each in the whole tensor.
+        starts: G, the numbers of the first row and column of each in the whole tensor.
     """
     dtype, rows = wide(x.device), x.shape[1]
     if not x.numel():
@@ -120,9 +120,9 @@ def row_fingerprints(x: Tensor, starts: Sequence[int]) -> Tensor:
     return torch.cat([checksums(x)[:, None].to(dtype), squares, projected], dim=1)
 
 
-def _of_rows(x: Tensor, start: int, step: int) -> Tensor:
+def _of_rows(x: Tensor, start: tuple[int, int], step: int) -> Tensor:
     """[K] of [B, M], so many rows at a time: a copy in fp64 of all would take twice the memory."""
-    columns, rows = signs(x.shape[1], x), signs(start + x.shape[0], x)[start:]
+    rows, columns = (signs(at + size, x)[at:] for at, size in zip(start, x.shape, strict=True))
     parts = [
         x[at : at + step].to(rows.dtype) @ columns * rows[at : at + step] for at in range(0, max(1, x.shape[0]), step)
     ]
