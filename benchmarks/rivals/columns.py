@@ -22,9 +22,9 @@ from benchmarks.rivals.students import FOLDER, RATE, STEPS, STUDENTS, Student, b
 from benchmarks.rivals.tuning import folder_of, probes, tuned
 
 Column = Callable[[Mutant, int], Answer]
-GOOD = range(100, 119)
+GOOD = range(100, 112)
 """The seeds of the clean runs that a corridor is made of."""
-CLEAN_SEEDS = range(200, 206)
+CLEAN_SEEDS = range(112, 118)
 """Clean runs that no column learned from: what is found in them is false."""
 FIRST_STEPS = 4
 """Paired records need no more: a mutant is one from the first step."""
@@ -110,7 +110,7 @@ COLUMNS: dict[str, Callable[[Student], Column]] = {
     "flowscope, `check`": check,
     "flowscope, corridor of 5, notes": lambda student: corridor(student, 5, notes=True),
     "flowscope, corridor of 5": lambda student: corridor(student, 5),
-    "flowscope, corridor of 19": lambda student: corridor(student, 19),
+    "flowscope, corridor of 12": lambda student: corridor(student, 12),
     "flowscope, paired": paired,
     "AUTOTRAINER": lambda student: ruled(student, "AUTOTRAINER"),
     "DeepDiagnosis": lambda student: ruled(student, "DeepDiagnosis"),

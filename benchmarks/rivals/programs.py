@@ -23,7 +23,6 @@ from benchmarks.trials.case import CASES
 
 REGISTERED = (scripted,)
 """Its scripts are among the cases."""
-GOOD = range(1, 6)
 
 
 def limits(told: Told, faulty: bool, root: Path = FOLDER) -> Answer:
@@ -54,16 +53,10 @@ def paired(told: Told, faulty: bool, root: Path = FOLDER) -> Answer:
     return answers.paired(looped(told, False, 0, root), looped(told, faulty, 0, root))
 
 
-def corridor(told: Told, faulty: bool, root: Path = FOLDER) -> Answer:
-    group = answers.group_of([looped(told, False, seed, root) for seed in GOOD])
-    return answers.corridor(group, looped(told, faulty, 0, root), notes=True)
-
-
 WAYS: dict[str, Callable[[Told, bool], Answer]] = {
     "limits": limits,
     "check": check,
     "paired": paired,
-    "corridor": corridor,
 }
 
 

@@ -13,6 +13,7 @@ from flowscope.merging.comparison import plain_run, run, woven_connections
 from flowscope.merging.connection import Connection
 from flowscope.merging.verification import check_kept, refuse_idle
 from flowscope.model.sites import Trial, untouched
+from flowscope.torch_internals import no_training_pass
 
 
 class FirstForward:
@@ -57,7 +58,7 @@ class FirstForward:
         if (
             self.start is None
             or not all(c.keeps_output() for c in found)
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or no_training_pass()
         ):
             return False
         plain = is_plain(call) and all(type(p) is nn.Parameter for p in module.parameters())  # no sharded ones

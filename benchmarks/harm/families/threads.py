@@ -123,6 +123,10 @@ def two(kind: Callable[[], nn.Module], config: dict[str, object], seed: int) -> 
     yield Outcome(TWO, "", not raised and not wrong, f"{raised} {wrong[:3]}")
 
 
+OF_THE_PROCESS = {"random_state"}
+"""What two trainings in one process share, and so move for each other."""
+
+
 def differences(lone: Trained, joined: Trained) -> Iterator[str]:
     """What differs between two runs of one training."""
     (first, bits), (second, others) = lone, joined
@@ -132,6 +136,8 @@ def differences(lone: Trained, joined: Trained) -> Iterator[str]:
         yield f"{len(second.records)} records of {len(first.records)}"
     for one, other in zip(first.records, second.records, strict=False):
         for key, values in one.metrics.items():
+            if key in OF_THE_PROCESS:
+                continue
             found = other.metrics.get(key, np.zeros(0))
             if found.shape != values.shape or not np.allclose(values, found, rtol=1e-3, atol=1e-7, equal_nan=True):
                 yield f"step {one.step} {key}"
