@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,10 +30,9 @@ class InputChecksum(Instrument):
         Metric(
             "input_checksum",
             "What the step's batch was, as two numbers: equal ones mean the same inputs, to the last bit.",
-            formula="sum over entries of bits x (an odd number per place), mod 2^64, as its upper and lower 32 bits",
+            formula="sum over entries of bits x (an odd number per place), mod 2^64, in halves of 32 bits",
             view="Other",
             rows="model",
-            ranks="first",
             drawn=False,
         ),
     )
@@ -61,7 +59,7 @@ class InputChecksum(Instrument):
         if total is None:
             return None
         halves = torch.stack([(total >> 32) & 0xFFFFFFFF, total & 0xFFFFFFFF]).double()
-        return Taken(self.name, [halves], partial(self._read))
+        return Taken(self.name, [halves], self._read, "vector")
 
     def discard(self) -> None:
         """Keep it: a step may drop what one backward left, its inputs stay what they are."""

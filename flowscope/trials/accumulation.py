@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flowscope.errors import CannotJudgeError
@@ -91,6 +92,8 @@ class Accumulation(Trial):
 
     def _gradient(self, bench: Bench, step: Step) -> TrialFinding:
         """Whether the optimizer is given the sum of the micro-batches' gradients."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CannotJudgeError("gradients are averaged over ranks, and only this rank's batches were seen")
         total: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         for batch in step.batches:

@@ -1,5 +1,7 @@
 """Group-relative policy optimisation by TRL's GRPOTrainer: the reward counts different letters."""
 
+import tempfile
+
 from datasets import Dataset
 from tiny import decoder, sentences, tokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -10,7 +12,7 @@ def variety(completions, **kwargs):
 
 
 options = GRPOConfig(
-    output_dir="out",
+    output_dir=tempfile.mkdtemp(),
     per_device_train_batch_size=8,
     num_generations=4,
     max_completion_length=12,

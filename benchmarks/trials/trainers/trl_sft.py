@@ -1,11 +1,13 @@
 """Supervised fine-tuning by TRL's SFTTrainer, two micro-batches a step."""
 
+import tempfile
+
 from datasets import Dataset
 from tiny import decoder, sentences, tokenizer
 from trl import SFTConfig, SFTTrainer
 
 options = SFTConfig(
-    output_dir="out",
+    output_dir=tempfile.mkdtemp(),
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
     max_steps=5,
