@@ -180,9 +180,10 @@ class Record:
         return True
 
     def labels(self, metric: str, flow: str | None = None) -> list[str]:
-        """The module (or parameter) paths of the entries of `record[metric]`, one each; numbers where unknown."""
+        """The module (or parameter) paths of the entries of `record[metric]`, one each; [] where it has none."""
         key = self._resolve(metric, flow)
-        return list(row_names(self.metric_labels.get(key, ()), len(self.metrics[key])))
+        labels = self.metric_labels.get(key, ())
+        return list(row_names(labels, len(self.metrics[key]))) if labels else []
 
     def spec(self, key: str) -> Metric:
         """What the metric behind a key of `metrics` means and how it is drawn."""

@@ -340,9 +340,11 @@ def test_connection_grad_norm(mode: str, options: dict[str, Any], block: Any) ->
 
 
 def equal_records(actual: flowscope.Record, expected: flowscope.Record, *, rtol: float = 1e-5) -> None:
-    assert set(actual.metrics) == set(expected.metrics)
+    only_of_checkpoints = {"replay_drew"}
+    assert set(actual.metrics) - only_of_checkpoints == set(expected.metrics) - only_of_checkpoints
     for name, values in expected.metrics.items():
-        if name not in ("forward_calls", "tracked_calls"):
+        # what is told to the bit is compared by bisect, which knows of checkpoints and forwards that nothing trains
+        if name not in ("forward_calls", "tracked_calls") and not expected.spec(name).exact:
             np.testing.assert_allclose(actual[name], values, rtol=rtol, atol=1e-6, err_msg=name)
 
 
@@ -378,8 +380,10 @@ def test_evaluation_between_and_pauses_count_for_nothing(mode: str, options: dic
         optimizer.step()
     seen = [r for r in scope.records if "grad_norm" in r.metrics and np.isfinite(r["grad_norm"]).all()]
     for name, values in expected.metrics.items():
-        # the optimizer has made one step more: that which a pause cut into
-        if name not in ("forward_calls", "tracked_calls", "effective_rank", "cosine_matrix", "steps_made"):
+        # the optimizer has made one step more: that which a pause cut into; inputs are summed before it is known which
+        # forwards will be trained
+        others = {"effective_rank", "cosine_matrix", "steps_made", "input_checksum"}
+        if name not in ("forward_calls", "tracked_calls", *others) and not expected.spec(name).exact:
             np.testing.assert_allclose(seen[-1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
