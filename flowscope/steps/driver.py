@@ -126,7 +126,7 @@ class StepDriver:
 
     def _missed(self) -> None:
         """A step has ended, and nothing could be read of it."""
-        sampled = self.observation.faults.attempt("schedule", self.count.sampling, otherwise=True)
+        sampled = self.observation.faults.attempt("count of steps", self.count.sampling, otherwise=True)
         ended = EndedStep(StepLoss(self.count.step), sampled)
         self.count.step, self.count.ended = self.count.step + 1, True
         self.losses.under_way = StepLoss()
@@ -252,9 +252,9 @@ class StepDriver:
 
     def begin(self) -> None:
         """Begin the step under way: decide whether it is sampled."""
-        sampling = self._attempt("schedule", self.count.sampling, otherwise=True)
-        slow = self._attempt("schedule", self.count.slow, otherwise=False)
-        seldom = self._attempt("schedule", self.count.seldom, otherwise=False)
+        sampling = self._attempt("count of steps", self.count.sampling, otherwise=True)
+        slow = self._attempt("count of steps", self.count.slow, otherwise=False)
+        seldom = self._attempt("count of steps", self.count.seldom, otherwise=False)
         begin = partial(
             self.observation.begin_step, sampling=sampling, slow=sampling and slow, seldom=sampling and seldom
         )

@@ -174,6 +174,8 @@ def run(loop: Loop, fault: Fault | None) -> Seen:
             seen.escaped = f"{fault.now if fault else ''}: {type(error).__name__}: {error}"
         seen.errors = said.errors
     seen.hooks = hooks_of(model, optimizer) - before
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()  # one that a fault left on would see the next case
     seen.state = left_behind(model, optimizer, losses)
     shutil.rmtree(folder, ignore_errors=True)
     return seen
