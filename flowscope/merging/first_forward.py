@@ -55,11 +55,7 @@ class FirstForward:
     def can_compare(self, module: nn.Module, call: Any) -> bool:
         """Whether the model can be run again on these arguments, plain and wrapped, and should give the same."""
         found = woven_connections(module)
-        if (
-            self.start is None
-            or not all(c.keeps_output() for c in found)
-            or no_training_pass()
-        ):
+        if self.start is None or not all(c.keeps_output() for c in found) or no_training_pass():
             return False
         plain = is_plain(call) and all(type(p) is nn.Parameter for p in module.parameters())  # no sharded ones
         now = (connection.state_dict() for connection in found)
