@@ -147,15 +147,15 @@ class Launch:
             for told in self._told:
                 told.begins(number)
 
-    def _guard(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+    def _guard(self, fuse: str, call: Callable[..., Any], *args: Any) -> Any:
         """A fault of ours is told once and never raised."""
-        if part in self._failed:
+        if fuse in self._failed:
             return None
         try:
             return call(*args)
         except Exception as error:
-            self._failed.add(part)
-            tell(f"flowscope: {part} is not seen any more, the script goes on: {type(error).__name__}: {error}")
+            self._failed.add(fuse)
+            tell(f"flowscope: {fuse} is not seen any more, the script goes on: {type(error).__name__}: {error}")
             return None
 
 

@@ -20,7 +20,7 @@ NO_GRADIENT = "never got a gradient"
 def summarize(
     header: RunHeader, records: Sequence[Record], alerts: Sequence[Alert], failed: Mapping[str, str], plan: Any
 ) -> str:
-    """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, failed parts."""
+    """Return the summary: flows and their last profile, the diagnosis, parameters without gradient, blown fuses."""
     if not records:
         told = [f"  {line}" for line in diagnosis(alerts)] if alerts else []
         return block(
@@ -42,7 +42,7 @@ def summarize(
 
 
 def _switched_off(failed: Mapping[str, str]) -> list[str]:
-    return [f"  switched off: {part} ({reason})" for part, reason in failed.items()]
+    return [f"  switched off: {fuse} ({reason})" for fuse, reason in failed.items()]
 
 
 def _covered(header: RunHeader) -> str:
