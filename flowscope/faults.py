@@ -86,8 +86,7 @@ class Faults:
         Raises:
             BaseException: an interrupt that Python 3.11 dressed as an error, as it does in the making of a class.
         """
-        if (interrupt := _interrupt(error)) is not None:
-            raise interrupt
+        raise_interrupt(error)
         if self.strict:
             raise error
         if fuse not in self.failed:
@@ -256,11 +255,16 @@ class CallBefore:
             delattr(self._owner, self._name)
 
 
-def _interrupt(error: BaseException | None) -> BaseException | None:
-    """The interrupt or exit that was the cause of an error, None where none was."""
+def raise_interrupt(error: BaseException | None) -> None:
+    """Raise the interrupt or exit that was the cause of an error; who swallows errors asks this first.
+
+    Raises:
+        BaseException: that one.
+    """
     while error is not None and isinstance(error, Exception):
         error = error.__cause__
-    return error
+    if error is not None:
+        raise error
 
 
 def _words(error: BaseException) -> str:

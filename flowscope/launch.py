@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowscope.errors import FlowscopeError
-from flowscope.faults import is_off
+from flowscope.faults import is_off, raise_interrupt
 from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
 from flowscope.sinks import ConsoleSink
 from flowscope.terminal import tell
@@ -154,6 +154,7 @@ class Launch:
         try:
             return call(*args)
         except Exception as error:
+            raise_interrupt(error)
             self._failed.add(fuse)
             tell(f"flowscope: {fuse} is not seen any more, the script goes on: {type(error).__name__}: {error}")
             return None

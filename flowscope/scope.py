@@ -74,8 +74,9 @@ def watch(
             `PointStatistic` for a number per depth); `config={"instruments": {name: False}}` switches off one, also of
             flowscope's own.
         detectors: classes or instances of your own (`flowscope.detectors.Detector`, `Limit`), beside the built-in ones.
-        reference: good runs of this recipe, a folder with three of them or more or a golden profile (docs/corridor.md):
-            the alert `parted_from_reference` tells when, where and in what this run parts from them.
+        reference: a good run of this recipe (docs/reference.md), or several, a folder with three of them or more or a
+            golden profile (docs/corridor.md): the alert `parted_from_reference` tells when, where and in what this run
+            parts from them.
         config: `WatchConfig` or a dict of its keys.
 
     Returns:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowscope.errors import FlowscopeError
+from flowscope.faults import raise_interrupt
 from flowscope.terminal import tell
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def after_making(made: Any, call: Callable[[Any], None]) -> None:
         try:
             call(self)
         except Exception as error:
+            raise_interrupt(error)
             tell(f"flowscope: attaching failed, the script goes on: {type(error).__name__}: {error}")
 
     made.__init__ = constructed

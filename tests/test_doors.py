@@ -21,6 +21,7 @@ from flowscope.faults import CallBefore, Faults, Hook, StepHook
 from flowscope.hooks import flow_observer
 from flowscope.instruments import attention, raw_gradients
 from flowscope.observation import observation
+from flowscope.scripts import after_making
 from flowscope.steps import driver, optimizers, scaler
 from flowscope.steps.driver import StepDriver
 
@@ -275,6 +276,15 @@ def makes_a_class() -> None:
 def test_an_interrupt_that_was_made_an_error_is_an_interrupt(guard: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         getattr(Faults(), guard)("sink", makes_a_class)
+
+
+def test_an_interrupt_reaches_a_script_whose_optimizer_is_looked_at() -> None:
+    class Made:
+        pass
+
+    after_making(Made, lambda made: makes_a_class())
+    with pytest.raises(KeyboardInterrupt):
+        Made()
 
 
 def test_a_blown_fuse_stays_off_and_a_step_tries_again(caplog: pytest.LogCaptureFixture) -> None:
