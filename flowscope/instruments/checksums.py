@@ -13,9 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flowscope.sums.statistics import as_integers
 from flowscope.sums.vector_norms import Number, numbers
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ENTRIES = 16_384
 """At most so many entries tell one batch from another."""
 
@@ -45,7 +45,7 @@ class Checksums:
 def checksum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's entries, read as integers of their size: every change of one entry changes it."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_BITS[real.element_size()]).sum(dtype=torch.int64)
+    return as_integers(real).sum(dtype=torch.int64)
 
 
 def ordered_checksum(tensor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def ordered_checksum(tensor: Tensor) -> Tensor:
     Token ids are small whole numbers: plain sums of different batches would often be equal.
     """
     entries = real_entries(tensor)
-    bits = entries[:: -(-entries.numel() // ENTRIES) or 1].view(_BITS[entries.element_size()]).long()
+    bits = as_integers(entries[:: -(-entries.numel() // ENTRIES) or 1]).long()
     return ((bits + 1) * _weights(bits.numel(), bits.device)).sum()
 
 

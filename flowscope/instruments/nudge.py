@@ -14,6 +14,7 @@ from flowscope.config import WatchConfig
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Instrument
 from flowscope.model.view import ModelView
+from flowscope.sums.statistics import as_integers
 
 
 class Nudge(Instrument):
@@ -38,7 +39,7 @@ def moved(x: Tensor) -> Tensor:
     """Return x with every entry moved to the next number above or below it, by one of its own bits; gradients pass."""
     with torch.no_grad():
         # neighbours differ by one as whole numbers do; torch.nextafter does not know every dtype
-        bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        bits = as_integers(x)
         away = ((bits & 2) > 0) | (x == 0)
         change = torch.where(away, bits + 1, bits - 1).view(x.dtype) - x
     return x + change

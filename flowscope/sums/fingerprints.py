@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowscope.sums.statistics import real, wide
+from flowscope.sums.statistics import as_integers, real, wide
 
 PROJECTIONS = 4
 """K: the difference of two projections over the norm is wrong by a factor of three once in a hundred times."""
@@ -31,7 +31,6 @@ CHUNK = 1 << 20
 GROUPS = 1024
 """Up to so many rows, each is projected for itself."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << BITS) - 1
 _LOW = (1 << 31) - 1
 _ODD = 0x5851F42D4C957F2D
@@ -61,7 +60,7 @@ def ordered_checksums(x: Tensor) -> Tensor:
 
 def _of_samples(x: Tensor) -> Tensor:
     """[G, B] int64."""
-    bits = x if x.dtype == torch.bool else x.view(_INTEGERS[x.element_size()])
+    bits = x if x.dtype == torch.bool else as_integers(x)
     count, rows = (*bits.shape, 1)[:2]
     if not bits.numel():  # an empty shard
         return bits.new_zeros(count, rows, dtype=torch.int64)

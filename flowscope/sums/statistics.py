@@ -93,6 +93,14 @@ def feature_last(x: Tensor, axis: int) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(x: Tensor) -> Tensor:
+    """Return a view of the bits of real x as whole numbers of the same size."""
+    return x.view(_INTEGERS[x.element_size()])
+
+
 def real(x: Tensor) -> Tensor:
     """Return complex x [...] as its real and imaginary parts [..., 2], real x as it is."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

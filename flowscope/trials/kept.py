@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowscope.sums.statistics import as_integers
+
 Undo = Callable[[], None]
 DEEP = 1
 """Objects in attributes of modules are looked into, objects in those are not: a module may hold its whole trainer."""
@@ -182,6 +184,5 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     if a.is_floating_point():
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        a, b = a.view(whole), b.view(whole)
+        a, b = as_integers(a), as_integers(b)
     return torch.equal(a, b)
