@@ -11,9 +11,9 @@ import numpy as np
 
 from flowscope.errors import FlowscopeError
 from flowscope.parting.differences import differences, other_weights
-from flowscope.parting.distances import CHECKSUM, distance
-from flowscope.parting.looks import RANDOM, Look, Phase, Sides, draws, looks, told_to_the_bit
-from flowscope.parting.matching import flow_pairs, parameter_pairs, parameters_of, same_shape
+from flowscope.parting.distances import distance
+from flowscope.parting.looks import RANDOM, Look, Phase, Sides, draws, looks, parameter_rows, told_to_the_bit
+from flowscope.parting.matching import flow_pairs, parameters_of, same_shape
 from flowscope.parting.meaning import explained
 from flowscope.parting.rounding import Rounding, epsilon_of, excuses, excuses_of, measured, steps_of
 from flowscope.records import Record, Run, RunHeader
@@ -22,6 +22,8 @@ from flowscope.sinks.jsonl import FILE_NAME
 from flowscope.sinks.reading import file_of
 
 Source = Run | str | os.PathLike[str]
+Found = tuple[int, Phase, str, str, float, float]
+"""Step, phase, place, message, distance and limit."""
 ROUNDING = "rounding*"
 """Folders of this name in that of a run hold runs that show the size of rounding."""
 
@@ -137,18 +139,21 @@ class Search:
                 return found
         return None, None, "", explained_equal(self, len(steps)), 0.0, 0.0
 
-    def of_step(self, sides: Sides) -> tuple[int, Phase, str, str, float, float] | None:
+    def of_step(self, sides: Sides) -> Found | None:
         """Where this step parts."""
         step = sides.records[0].step
         if not all(map(told_to_the_bit, sides.records)) and (self.since is not None or excuses(sides)):
             return None  # how far rounding has grown by now is not known
-        changed, before = self._changed(sides), self.since
+        before = self.since
+        other: Found | None = None
+        if changed := self._changed(sides):
+            words = f"the optimizer's {changed[0]} is another from this step on"
+            other = step, "update", changed[0], words, 0.0, 0.0
         for look in looks(sides):
             if look.phase != "update":
                 before = self.since  # what an update is given is the same for all parameters
-            if look.phase == "update" and changed:
-                words = f"the optimizer's {changed[0]} is another from this step on"
-                return step, "update", changed[0], words, 0.0, 0.0
+            elif other is not None:
+                return other
             if not look.distance:
                 continue
             limit = self._limit(step, look, sides, before)
@@ -158,9 +163,7 @@ class Search:
                 return step, phase, look.where, words, look.distance, limit
             if self.since is None:
                 self.since, self.first = step, look
-        if changed:
-            return step, "update", changed[0], f"the optimizer's {changed[0]} is another from this step on", 0.0, 0.0
-        return None
+        return other
 
     def _limit(self, step: int, look: Look, sides: Sides, since: int | None) -> float:
         if look.phase == "input" or (since is None and not excuses_of(look.phase, sides)):
@@ -226,15 +229,11 @@ def set_up(sides: Sides, rounding: Rounding) -> tuple[str, str] | None:
 
 
 def _weights(sides: Sides, rounding: Rounding) -> tuple[str, str] | None:
-    rows = sides.rows("exact_weights")
-    if rows is None:
+    if sides.both("exact_weights") is None:
         names = other_weights(*sides.headers)
     else:
-        coarse = bool(excuses_of("setup", sides))
-        limit = rounding.epsilon if coarse else 0.0
-        pairs = parameter_pairs(*(parameters_of(header) for header in sides.headers))
-        seen = [(x, rows[0][x], rows[1][y]) for x, y in pairs if x in rows[0] and y in rows[1]]
-        names = [x for x, p, q in seen if not np.isnan(p[CHECKSUM] + q[CHECKSUM]) and distance(p, q) > limit]
+        limit = rounding.epsilon if excuses_of("setup", sides) else 0.0
+        names = [x for x, p, q in parameter_rows(sides, "exact_weights") if distance(p, q) > limit]
     if not names:
         return None
     return names[0], f"the runs begin with other weights: {names[0]} is the first of {len(names)}"

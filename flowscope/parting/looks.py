@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -60,6 +61,11 @@ class Sides:
             for record, values in zip(self.records, found, strict=True)
         ]
         return named[0], named[1]
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, str]]:
+        """The names of the parameters that both have, in the first run's order."""
+        return parameter_pairs(*(parameters_of(header) for header in self.headers))
 
     @property
     def same_world(self) -> bool:
@@ -176,7 +182,7 @@ def loss(sides: Sides) -> Iterator[Look]:
 
 def backward(sides: Sides) -> Iterator[Look]:
     """From the output to the input: of each block first its parameters, where its input's gradient is equal."""
-    pairs = _parameters(sides, "exact_param_gradients")
+    pairs = parameter_rows(sides, "exact_param_gradients")
     gradients = [Look("backward", x, distance(a, b), kind="parameters") for x, a, b in pairs]
     for first, second in reversed(flow_pairs(*sides.headers)):
         found = _of_flow(sides, "exact_gradients", first, second)
@@ -199,24 +205,22 @@ def _of_blocks(
         after = label.partition("#")[0].removesuffix(":input")
 
 
-def _parameters(sides: Sides, key: str) -> list[tuple[str, Array, Array]]:
-    """(name, row, row) of the parameters that both have, in the first run's order."""
-    rows = sides.rows(key)
-    if rows is None:
-        return []
-    first, second = ({name: values for name, values in of.items() if not np.isnan(values[CHECKSUM])} for of in rows)
-    pairs = parameter_pairs(*(parameters_of(header) for header in sides.headers))
-    return [(x, first[x], second[y]) for x, y in pairs if x in first and y in second]
+def parameter_rows(sides: Sides, key: str) -> list[tuple[str, Array, Array]]:
+    """(name, row, row) of the parameters that both have a number for, in the first run's order."""
+    first, second = _told(sides, key)
+    return [(x, first[x], second[y]) for x, y in sides.parameters if x in first and y in second]
 
 
 def _missing(sides: Sides, key: str) -> list[str]:
     """The parameters that only one of the runs has a number for."""
-    rows = sides.rows(key)
-    if rows is None:
-        return []
-    first, second = ({name for name, values in of.items() if not np.isnan(values[CHECKSUM])} for of in rows)
-    pairs = parameter_pairs(*(parameters_of(header) for header in sides.headers))
-    return [x for x, y in pairs if (x in first) != (y in second)]
+    first, second = _told(sides, key)
+    return [x for x, y in sides.parameters if (x in first) != (y in second)]
+
+
+def _told(sides: Sides, key: str) -> list[dict[str, Array]]:
+    """The rows that hold a number, of both runs; none where one of them lacks the metric."""
+    rows = sides.rows(key) or ({}, {})
+    return [{name: values for name, values in of.items() if not np.isnan(values[CHECKSUM])} for of in rows]
 
 
 # -- update -----------------------------------------------------------------------------------------------------------
@@ -224,8 +228,8 @@ def _missing(sides: Sides, key: str) -> list[str]:
 
 def update(sides: Sides) -> Iterator[Look]:
     """What the optimizer made of each parameter."""
-    after = {x: (a, b) for x, a, b in _parameters(sides, "exact_updated")}
-    for x, a, b in _parameters(sides, "exact_weights"):
+    after = {x: (a, b) for x, a, b in parameter_rows(sides, "exact_updated")}
+    for x, a, b in parameter_rows(sides, "exact_weights"):
         if x in after:
             moved = (a, after[x][0]), (b, after[x][1])
             size = np.nanmax([update_size(moved[0]), update_size(moved[1]), 0.0])
