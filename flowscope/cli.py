@@ -32,10 +32,10 @@ from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
-from flowscope.corridor.golden_command import add_parser as add_golden
 from flowscope.detectors import DETECTORS, Detector
 from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
+from flowscope.golden_command import add_parser as add_golden
 from flowscope.records import ALL_DIGITS, RunHeader, strict_json
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME

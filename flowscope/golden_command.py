@@ -1,5 +1,7 @@
 """`flowscope golden`: profiles of good runs, and whether a run stays with its group. Imports no torch.
 
+What judges (`flowscope.corridor`) is imported by the command that needs it: scipy takes half a second.
+
 flowscope golden add RUN... --name RECIPE    keep good runs of a recipe as golden/RECIPE.npz
 flowscope golden list                        the profiles there are
 flowscope golden check RUN REFERENCE         what differs, and whether, when and where the run parts
@@ -8,16 +10,15 @@ flowscope golden check RUN REFERENCE         what differs, and whether, when and
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowscope.corridor import golden
-from flowscope.corridor.departure import Departure
-from flowscope.corridor.detector import changes, opened
-from flowscope.corridor.group import Corridor
 from flowscope.errors import FlowscopeError
 from flowscope.records import RunHeader
 from flowscope.sinks import Run, read_run
 from flowscope.terminal import block, shown, tell
+
+if TYPE_CHECKING:
+    from flowscope.corridor import Corridor, Departure
 
 
 def add_parser(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("golden", help="profiles of good runs, and whether a run stays with them")
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--folder", default=golden.FOLDER, help="where profiles lie (default: %(default)s)")
+    where.add_argument("--folder", help="where profiles lie (default: golden)")
 
     adding = actions.add_parser("add", parents=[where], help="keep good runs of one recipe as a profile")
     adding.add_argument("runs", metavar="RUN", nargs="+", help="the log_dir of a good run; three at least")
@@ -43,13 +44,18 @@ def add_parser(commands: Any) -> None:
 
 
 def _add(arguments: argparse.Namespace) -> None:
-    file = golden.add(arguments.runs, arguments.name, arguments.folder)
+    from flowscope.corridor import golden
+
+    file = golden.add(arguments.runs, arguments.name, arguments.folder or golden.FOLDER)
     print(shown(f"{file} ({file.stat().st_size / 1000:.0f} kB, {len(arguments.runs)} runs)"))
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    found = golden.listed(arguments.folder)
-    print(block(map(str, found)) or shown(f"no profile in {arguments.folder}; flowscope golden add makes one"))
+    from flowscope.corridor import golden
+
+    folder = arguments.folder or golden.FOLDER
+    found = golden.listed(folder)
+    print(block(map(str, found)) or shown(f"no profile in {folder}; flowscope golden add makes one"))
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -68,6 +74,8 @@ def judged(path: str, reference: str) -> tuple[list[str], Departure | None]:
     Raises:
         FlowscopeError: one of them cannot be read, or they have no step in common.
     """
+    from flowscope.corridor import opened
+
     run, group = read_run(path), opened(reference)
     shared = sum(record.step in group.steps for record in run.records)
     if not shared:
@@ -78,6 +86,8 @@ def judged(path: str, reference: str) -> tuple[list[str], Departure | None]:
 
 def told(run: Run, group: Corridor, departure: Departure | None, steps: int) -> list[str]:
     """What there is to say of a run beside its group, line by line."""
+    from flowscope.corridor.detector import changes
+
     lines = [f"differs: {change}" for change in changes(group.header, run.header or RunHeader())]
     counts = f"{len(group.stacks)} metrics at {steps} steps, {group.runs} good runs"
     if departure is None:
