@@ -224,6 +224,26 @@ def test_only_the_first_steps_are_told_to_the_bit(record: Callable[..., Path]) -
     assert not any(exact & r.metrics.keys() for r in off.records)
 
 
+def hooks_after(steps: int, exact: int) -> list[int]:
+    """How many hooks each module has after so many steps, of which so many are told to the bit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off", "exact_steps": exact}):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+        return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_hooks_of_what_is_over_come_off() -> None:
+    never = hooks_after(4, 0)
+    during, over = hooks_after(2, 3), hooks_after(3, 3)
+    assert all(more > less for more, less in zip(during[1:], never[1:], strict=True))
+    assert over[1:] == never[1:]  # the root has two more: its inputs are told to the bit in compiled code always
+
+
 def test_recorded_numbers_are_those_of_the_tensors(record: Callable[..., Path]) -> None:
     """Against the same step computed with plain autograd."""
     knobs = Knobs(dropout=0.0, steps=1, optimizer="sgd")

@@ -260,10 +260,12 @@ class Hooks:
             self._pass = task, not any(map(accumulates_into, trained))
         return self._pass[1]
 
-    def remove(self, handle: Any) -> None:
-        """Remove one hook before the others."""
-        handle.remove()
-        self.handles[:] = [kept for kept in self.handles if kept is not handle]
+    def remove(self, *handles: Any) -> None:
+        """Remove some hooks before the others."""
+        for handle in handles:
+            handle.remove()
+        removed = {id(handle) for handle in handles}
+        self.handles[:] = [kept for kept in self.handles if id(kept) not in removed]
 
     def release_leaves(self) -> None:
         """Remove the hooks on leaf tensors."""

@@ -61,21 +61,25 @@ class ExactModules(Instrument):
     @classmethod
     def found_in(cls, view: ModelView, config: WatchConfig) -> Sequence[Instrument]:
         """None where no step is to be told to the bit."""
-        return [cls()] if config.exact_steps else []
+        return [cls(config.exact_steps)] if config.exact_steps else []
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
 
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at every module, and at the blocks as they are entered."""
-        self._devices, self._switch = view.devices, hooks.switch
+        self._devices, self._switch, self._hooks = view.devices, hooks.switch, hooks
         self._calls: Counter[str] = Counter()
         self._seen: dict[tuple[str, int], Tensor] = {}
         self._drawn: dict[str, list[int]] = defaultdict(list)
         self._replays: dict[str, bool] = {}
+        self._handles: dict[str, list[Any]] = defaultdict(list)
         for path, module in view.modules:
-            hooks.after(module, self.fuse, partial(self._after, display_path(path)), hooks.switch)
-        for path in {path: None for flow in view.flows for path in flow.outputs}:
-            hooks.before(
-                view.model.get_submodule(path), self.fuse, partial(self._enters, display_path(path)), hooks.switch
-            )
+            path = display_path(path)
+            self._handles[path].append(hooks.after(module, self.fuse, partial(self._after, path), hooks.switch))
+        for path in dict.fromkeys(path for flow in view.flows for path in flow.outputs):
+            block, path = view.model.get_submodule(path), display_path(path)
+            self._handles[path].append(hooks.before(block, self.fuse, partial(self._enters, path), hooks.switch))
 
     def _looks(self) -> bool:
         return not is_compiling() and self._switch.exact and not self._switch.paused and torch.is_grad_enabled()
@@ -118,12 +122,23 @@ class ExactModules(Instrument):
         """One row a call, in the order in which they returned."""
         seen, replays = self._seen, self._replays
         self._forget()
+        self._left -= self._switch.exact
+        if self._handles and not self._left:
+            self._release({path for path, _ in seen})
         if not seen:
             return None
         called = Counter(path for path, _ in seen)
         labels = [f"{path}#{call}" if called[path] > 1 else path for path, call in seen]
         rows = torch.stack([row.to(next(iter(seen.values())).device) for row in seen.values()])
         return Taken(self.name, [rows], partial(self._read, labels, replays), "vector")
+
+    def _release(self, seen: set[str]) -> None:
+        """Take the hooks off these modules: one that looks at nothing costs each call of its module all the same.
+
+        Those that did not run in eager stay on: compiled code without them would be another graph.
+        """
+        self._hooks.remove(*(handle for path in seen for handle in self._handles[path]))
+        self._handles.clear()
 
     def discard(self) -> None:
         """Forget the step."""
