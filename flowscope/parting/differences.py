@@ -123,6 +123,6 @@ def _optimizers(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) 
         where = f"group {number}: " if max(map(len, groups)) > 1 else ""
         moved = set(first["parameters"]) ^ set(second["parameters"])
         if moved and len(first["parameters"]) != len(second["parameters"]):
-            yield f"{where}other parameters: {few(sorted(moved))}"
+            yield f"{where}the optimizer holds other parameters: {few(sorted(moved))}"
         told = [{key: value for key, value in group.items() if key != "parameters"} for group in (first, second)]
         yield from _entries(f"{where}optimizer's ", *told)
