@@ -12,8 +12,8 @@ from flowscope.merging.connection import Connection, ModeOptions
 from flowscope.merging.observed import Mean
 
 
-class LayerScale(Connection):
-    mode = "layer-scale"
+class ScaledBranch(Connection):
+    mode = "scaled-branch"
     observed: ClassVar = {"scale": Mean}
 
     class Options(ModeOptions):
@@ -30,41 +30,41 @@ class LayerScale(Connection):
         return x + self.features_back(self.features_last(f) * self.observe(site, "scale", self.scale[site])), state
 
 
-class NotFinite(LayerScale):
+class NotFinite(ScaledBranch):
     def merge(self, site, state, x, f):
         y, state = super().merge(site, state, x, f)
         return y * float("nan"), state
 
 
-class OtherDtype(LayerScale):
+class OtherDtype(ScaledBranch):
     def merge(self, site, state, x, f):
         y, state = super().merge(site, state, x, f)
         return y.float(), state
 
 
-class LastAxisOnly(LayerScale):
+class LastAxisOnly(ScaledBranch):
     def merge(self, site, state, x, f):
         self.observe(site, "scale", self.scale[site])
         return x + f * self.scale[site], state
 
 
-class ClaimsToKeep(LayerScale):
+class ClaimsToKeep(ScaledBranch):
     def keeps_output(self):
         return True
 
 
-class DeniesToKeep(LayerScale):
+class DeniesToKeep(ScaledBranch):
     def keeps_output(self):
         return False
 
 
-class DrawsAtWrap(LayerScale):
+class DrawsAtWrap(ScaledBranch):
     def __init__(self, context, options):
         super().__init__(context, options)
         random.random()
 
 
-class DrawsInForward(LayerScale):
+class DrawsInForward(ScaledBranch):
     def merge(self, site, state, x, f):
         return super().merge(site, state, x, f + 0 * torch.rand_like(f))
 
@@ -74,13 +74,13 @@ class NeverShows(Connection):
     observed: ClassVar = {"weight": Mean}
 
 
-class ShowsMore(LayerScale):
+class ShowsMore(ScaledBranch):
     def merge(self, site, state, x, f):
         self.observe(site, "branch", f)
         return super().merge(site, state, x, f)
 
 
-class NoFactor(LayerScale):
+class NoFactor(ScaledBranch):
     def carry_factor(self, site, sums):
         return float("nan")
 
@@ -90,7 +90,7 @@ class OneValue(Mean):
         return {self.name: rows[:2, 1].repeat(9)}
 
 
-class MisshapenMetric(LayerScale):
+class MisshapenMetric(ScaledBranch):
     observed: ClassVar = {"scale": OneValue}
 
 
@@ -99,11 +99,11 @@ class Halved(Mean):
         return {"half_scale": rows[:, 1] / rows[:, 0] / 2}
 
 
-class WithoutWords(LayerScale):
+class WithoutWords(ScaledBranch):
     observed: ClassVar = {"scale": Halved}
 
 
-class BeginsAnyhow(LayerScale):
+class BeginsAnyhow(ScaledBranch):
     def __init__(self, context, options):
         super().__init__(context, options)
         generator = torch.Generator()
@@ -120,11 +120,11 @@ class Counting(Mean):
         return super().sums(k, x) * self.calls
 
 
-class SumsRemember(LayerScale):
+class SumsRemember(ScaledBranch):
     observed: ClassVar = {"scale": Counting}
 
 
-class Remembers(LayerScale):
+class Remembers(ScaledBranch):
     before = None
 
     def merge(self, site, state, x, f):
@@ -135,17 +135,17 @@ class Remembers(LayerScale):
         return y, state
 
 
-class OtherInRecomputation(LayerScale):
+class OtherInRecomputation(ScaledBranch):
     def merge(self, site, state, x, f):
         return super().merge(site, state, x, f if torch._C._current_graph_task_id() == -1 else 2 * f)
 
 
-class OtherInEval(LayerScale):
+class OtherInEval(ScaledBranch):
     def merge(self, site, state, x, f):
         return super().merge(site, state, x, f if self.training else 2 * f)
 
 
-class UnusedParameter(LayerScale):
+class UnusedParameter(ScaledBranch):
     def __init__(self, context, options):
         super().__init__(context, options)
         self.more = context.parameter(3)
@@ -156,19 +156,19 @@ class ZeroGradient(UnusedParameter):
         return super().merge(site, state, x + 0 * self.more.sum(), f)
 
 
-class DoubleGradient(LayerScale):
+class DoubleGradient(ScaledBranch):
     def merge(self, site, state, x, f):
         y, state = super().merge(site, state, x, f)
         return y + y - y.detach(), state
 
 
-class NoPickle(LayerScale):
+class NoPickle(ScaledBranch):
     def __init__(self, context, options):
         super().__init__(context, options)
         self.bend = lambda x: x
 
 
-class OutsideStateDict(LayerScale):
+class OutsideStateDict(ScaledBranch):
     def __init__(self, context, options):
         super().__init__(context, options)
         self.shift = torch.randn(1).item()
@@ -177,13 +177,13 @@ class OutsideStateDict(LayerScale):
         return super().merge(site, state, x + self.shift, f)
 
 
-class ChangesTheBlock(LayerScale):
+class ChangesTheBlock(ScaledBranch):
     def prepare(self, block):
         with torch.no_grad():
             block.one.weight.mul_(2)
 
 
-class LeavesAHook(LayerScale):
+class LeavesAHook(ScaledBranch):
     def prepare(self, block):
         block.register_forward_hook(print_nothing)
 
@@ -192,12 +192,12 @@ def print_nothing(module, args, output):
     return None
 
 
-class OtherCompiled(LayerScale):
+class OtherCompiled(ScaledBranch):
     def merge(self, site, state, x, f):
         return super().merge(site, state, x, 2 * f if torch.compiler.is_compiling() else f)
 
 
-class RefusesAll(LayerScale):
+class RefusesAll(ScaledBranch):
     @classmethod
     def refusal(cls, block):
         return "not this one"

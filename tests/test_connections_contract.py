@@ -201,6 +201,7 @@ def test_observer_sees_what_each_mode_names():
         "highway": {"gate_logit"},
         "keel-postln": {"norm_input"},
         "rezero": {"branch_scale"},
+        "layer-scale": {"branch_scale"},
         "peri-ln": set(),
         **{mode: {"branch_input", "streams", "residual_mix", "write"} for mode in STREAMED},
     }

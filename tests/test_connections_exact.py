@@ -1,4 +1,4 @@
-"""`mhc-lite`, `kromhc`, `rezero`, `peri-ln`: against their equations, written out in loops."""
+"""`mhc-lite`, `kromhc`, `rezero`, `layer-scale`, `peri-ln`: against their equations, written out in loops."""
 
 from __future__ import annotations
 
@@ -148,6 +148,27 @@ def test_rezero_multiplies_the_branch() -> None:
     for block in model:
         expected = block.norm(expected + 0.3 * torch.tanh(block.linear(expected)))
     torch.testing.assert_close(model(x), expected)
+
+
+def test_layer_scale_multiplies_each_feature_of_the_branch() -> None:
+    model, x = stack(PostNorm), torch.randn(B, T, D)
+    flowscope.wrap(model, mode="layer-scale", example_inputs=x)
+    scales = torch.rand(3, D) + 0.1
+    with torch.no_grad():
+        for block, scale in zip(model, scales, strict=True):
+            assert (block.connection.scale[0] == 0.1).all()  # CaiT, section 2: up to 18 blocks
+            block.connection.scale[0].copy_(scale)
+    expected = x
+    for block, scale in zip(model, scales, strict=True):
+        expected = block.norm(expected + torch.tanh(block.linear(expected)) * scale)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(("depth", "value"), [(18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)])
+def test_layer_scale_begins_smaller_in_deeper_models(depth: int, value: float) -> None:
+    model, x = nn.Sequential(*(PreNorm() for _ in range(depth))), torch.randn(B, T, D)
+    flowscope.wrap(model, mode="layer-scale", example_inputs=x)
+    assert torch.equal(model[-1].connection.scale[0].detach(), torch.full((D,), value))
 
 
 def test_peri_ln_norms_what_each_branch_adds() -> None:

@@ -483,4 +483,4 @@ def test_the_three_commonest_are_classes_of_twelve_lines() -> None:
     lines = {block.split("(")[0].split()[1]: len([line for line in block.splitlines() if line.strip()])
              for block in own_blocks()[0][1:]}  # fmt: skip
     assert {name: count for name, count in lines.items() if count > 12}.keys() <= {"OutputSize"}
-    assert {"Skewness", "Lopsided", "HeadGrows", "LayerScale"} <= lines.keys()
+    assert {"Skewness", "Lopsided", "HeadGrows", "ScaledBranch"} <= lines.keys()

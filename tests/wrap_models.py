@@ -233,3 +233,63 @@ def inputs(count: int = 4) -> list[Tensor]:
 def sequential_block() -> nn.Module:
     """A block that is a Sequential."""
     return SequentialBlock(nn.LayerNorm(D), nn.Linear(D, D), nn.Tanh())
+
+
+class Branches(nn.Module):
+    """What the blocks below share: two branches behind one norm, whose sum is no merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def branches(self, x: Tensor) -> Tensor:
+        """The sum of both."""
+        h = self.norm(x)
+        return self.a(h) + self.b(h)
+
+
+class LoopAddsBlock(Branches):
+    """Its carry is added by the code around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches(x)
+
+
+class ScaledCarryBlock(Branches):
+    """Its carry is scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul(0.9).add_(self.branches(x))
+
+
+class LerpBlock(Branches):
+    """Its carry meets the branch in a lerp."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x, self.branches(x), 0.5)
+
+
+class TwoHalvesBlock(Branches):
+    """Two sums that both hold x are added, as in a graph layer with attention beside; then a merge as usual."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.a(x)) + (x + self.b(x))
+        return x + self.b(self.norm(x))
+
+
+class SumOnlyBlock(Branches):
+    """As a projection shortcut in front, and identity shortcuts in its siblings."""
+
+    def __init__(self, projects: bool = False) -> None:
+        super().__init__()
+        self.shortcut = nn.Linear(D, D) if projects else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.shortcut is None else self.shortcut(x)) + self.b(self.a(self.norm(x)))
+
+
+class SumFunctionBlock(Branches):
+    """Adds by `sum`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum([x, self.a(self.norm(x))])

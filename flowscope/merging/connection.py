@@ -3,8 +3,8 @@
 A rule is one class in one file; it answers for all that the package asks of it (the methods and class attributes of
 `Connection`), and `wrap(model, mode=TheRule)` takes it as it takes a built-in one. The least:
 
-    class LayerScale(Connection):
-        mode = "layer-scale"
+    class ScaledBranch(Connection):
+        mode = "scaled-branch"
         observed = {"scale": Mean}                    # what `watch` records of it
 
         class Options(ModeOptions):
@@ -23,7 +23,7 @@ A rule is one class in one file; it answers for all that the package asks of it 
             f = self.features_last(f) * self.observe(site, "scale", self.scale[site])
             return x + self.features_back(f), state
 
-`flowscope.testing.check_connection(LayerScale)` says whether it keeps every promise.
+`flowscope.testing.check_connection(ScaledBranch)` says whether it keeps every promise.
 
 A `Connection` serves one call of a block's forward. The weaving calls, in this order:
 

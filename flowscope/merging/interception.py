@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
-from flowscope.model.tracing import ADDS, CASTS, SiteRule, version
+from flowscope.model.tracing import ADDS, CASTS, SiteRule, adds_nothing, version
 from flowscope.torch_internals import newest_mode, without_newest_mode
 
 DROPOUTS = tuple(
@@ -122,7 +122,7 @@ class Carry(Tensor):
                     y = call.meet(carry.site, carry.state, func, plain(args[0]), plain(args[1]), alpha)
                     return tag(y, call, carry.site + 1, call.state[0])
                 carry.touched += 1  # an add that is no site (x + positions)
-        elif func in CASTS and type(args[0]) is Carry:
+        elif (func in CASTS or adds_nothing(func, args)) and type(args[0]) is Carry:
             carry = args[0]
             y = func(carry.plain, *[plain(a) for a in args[1:]], **(kwargs or {}))
             return tag(y, carry.call, carry.site, carry.state, carry.touched)

@@ -11,6 +11,7 @@ from flowscope.merging.connection import Connection, ConnectionContext, ModeOpti
 from flowscope.merging.gates import HighwayConnection, KeelConnection
 from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
 from flowscope.merging.kronecker import KroneckerConnection
+from flowscope.merging.layerscale import LayerScaleConnection
 from flowscope.merging.manifold import ManifoldConnection
 from flowscope.merging.periln import PeriLNConnection
 from flowscope.merging.permutations import PermutationConnection
@@ -31,6 +32,7 @@ BUILT_IN: tuple[Rule, ...] = (
     KroneckerConnection,
     PeriLNConnection,
     ReZeroConnection,
+    LayerScaleConnection,
 )
 """In the order of the documentation."""
 MODES: dict[str, Rule] = {rule.mode: rule for rule in BUILT_IN}

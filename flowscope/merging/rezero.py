@@ -11,6 +11,16 @@ from flowscope.merging.connection import Connection, ConnectionContext, ModeOpti
 from flowscope.merging.observed import Mean
 from flowscope.metrics import Metric
 
+BRANCH_SCALE = Metric(
+    "branch_scale",
+    "What the branch is multiplied by at each merge. One that stays near 0 is a layer that does nothing yet.",
+    formula="a",
+    healthy="away from 0 after the first hundreds of steps (heuristic)",
+    source="arXiv 2003.04887",
+    view="Gates",
+    rows="sites",
+)
+
 
 class ReZeroOptions(ModeOptions):
     """`x + a f`."""
@@ -29,17 +39,7 @@ class ReZeroConnection(Connection):
     mode = "rezero"
     Options = ReZeroOptions
     observed: ClassVar = {"branch_scale": Mean}
-    metrics = (
-        Metric(
-            "branch_scale",
-            "What the branch is multiplied by at each merge. One that stays near 0 is a layer that does nothing yet.",
-            formula="a",
-            healthy="away from 0 after the first hundreds of steps (heuristic)",
-            source="arXiv 2003.04887",
-            view="Gates",
-            rows="sites",
-        ),
-    )
+    metrics = (BRANCH_SCALE,)
 
     def __init__(self, context: ConnectionContext, options: ReZeroOptions) -> None:
         super().__init__(context, options)

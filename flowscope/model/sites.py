@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from flowscope.model.example_inputs import (
 from flowscope.model.flows import find_flows
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import Listing, aligned
-from flowscope.model.tracing import TracedBlock, trace_block
+from flowscope.model.tracing import TracedBlock, Traces, trace_block
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Run:
 class ModelTrace:
     """What one run of a model told about its blocks."""
 
-    traced: dict[str, TracedBlock] = field(default_factory=dict)
+    traced: dict[str, Traces] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     # what code outside the blocks looked at, by id, and kept: a freed tensor's id would be given again
     seen_outside: dict[int, Tensor] = field(default_factory=dict)
@@ -201,7 +202,7 @@ def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) 
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error} (inputs: {describe(call)})")
         else:
-            return read_plan(trace, blocks), Trial(run, call, trace.output)
+            return read_plan(model, trace, blocks), Trial(run, call, trace.output)
     if errors and example_inputs is not None:
         raise FlowscopeError(
             f"example_inputs: {type(model).__name__} could not be run on them: {errors[0]}. "
@@ -256,14 +257,16 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
                 output, traced = trace_block(modules[path], forward, args, kwargs)
         finally:
             outside.inside -= 1
-        if trace.traced.setdefault(path, traced).sites:
-            trace.seen_outside.update(note_run(trace, path, traced, args, kwargs, output))
+        believing = trace.traced.setdefault(path, traced).believing
+        if believing.sites:
+            trace.seen_outside.update(note_run(trace, path, believing, args, kwargs, output))
         return output
 
     with untouched(model), outside, contextlib.ExitStack() as stack:
         for path, module in modules.items():
             if "forward" in vars(module):
-                trace.traced[path] = TracedBlock((), 0, None, (), (), "its forward was replaced on the instance")
+                replaced = TracedBlock((), 0, None, (), (), "its forward was replaced on the instance")
+                trace.traced[path] = Traces(replaced, replaced)
                 continue
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
@@ -307,25 +310,46 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     tensor.copy_(copy)
 
 
-def read_plan(trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
+def settled(traces: dict[str, tuple[Any, Traces]]) -> dict[str, TracedBlock]:
+    """Return what to take of each block, {path: (what siblings have in common, its trace read twice)}.
+
+    A sum of two branches is the projection of a block whose siblings have an identity shortcut in its place.
+    """
+    chosen = {path: both.strict for path, (_, both) in traces.items()}
+    for path, (family, both) in traces.items():
+        siblings = (other.strict for kind, other in traces.values() if kind == family)
+        places = [site.module for site in both.believing.sites]
+        if both.believing is not both.strict and any(places == [site.module for site in s.sites] for s in siblings):
+            chosen[path] = both.believing
+    return chosen
+
+
+def read_plan(model: nn.Module, trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
     """Turn a trace into the plan: order of execution, and where streams may travel from block to block.
 
     They do where the very tensor one block returned is what the next takes, nothing else looks at it, each of the two
     runs once, and the next block's first site is on that tensor (not on a projection of it).
     """
-    order = list(dict.fromkeys(run.path for run in trace.runs))
-    count = Counter(run.path for run in trace.runs)
-    planned = [BlockSites(path, blocks[path], trace.traced[path], calls=count[path]) for path in order]
+    families = {path: (type(model.get_submodule(path)), blocks[path]) for path in trace.traced}
+    traces = settled({path: (families[path], both) for path, both in trace.traced.items()})
+    runs = [run for run in trace.runs if traces[run.path].sites]
+    count = Counter(run.path for run in runs)
+    planned = [BlockSites(path, blocks[path], traces[path], calls=count[path]) for path in count]
     by_path = {block.path: number for number, block in enumerate(planned)}
-    for before, after in zip(trace.runs, trace.runs[1:], strict=False):
+    for before, after in itertools.pairwise(runs):
         i, j = by_path[before.path], by_path[after.path]
         alone = count[before.path] == count[after.path] == 1
         same = before.carry_out is after.carry_in and id(before.carry_out) not in trace.seen_outside
         if alone and same and can_follow(planned[i], planned[j]):
             planned[i], planned[j] = replace(planned[i], last=False), replace(planned[j], first=False)
-    refused = [(path, traced.reason) for path, traced in trace.traced.items() if not traced.sites]
+    refused = [(path, reason) for path, traced in traces.items() for reason in refusals(traced)]
     refused += [(path, "it did not run") for path in blocks if path not in trace.traced]
     return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks))
+
+
+def refusals(traced: TracedBlock) -> tuple[str, ...]:
+    """Return why a block, or adds in it, are left alone."""
+    return traced.left_out if traced.sites else (traced.reason,)
 
 
 def can_follow(before: BlockSites, after: BlockSites) -> bool:
@@ -341,28 +365,25 @@ def no_blocks(blocks: dict[str, str]) -> tuple[tuple[str, str], ...]:
 def plan_alone(model: nn.Module, blocks: dict[str, str]) -> SitePlan:
     """Trace each block alone on a made-up hidden state; blocks of a flow are taken to follow each other."""
     planned: list[BlockSites] = []
-    refused: list[tuple[str, str]] = []
     with untouched(model):
-        for path, flow in blocks.items():
-            traced, reason = trace_alone(model.get_submodule(path))
-            if traced is not None:
-                block = BlockSites(path, flow, traced)
-                if planned and planned[-1].flow == flow and can_follow(planned[-1], block):
-                    planned[-1], block = replace(planned[-1], last=False), replace(block, first=False)
-                planned.append(block)
-            else:
-                refused.append((path, reason))
+        modules = {path: model.get_submodule(path) for path in blocks}
+        traces = settled({p: ((type(m), blocks[p]), trace_alone(m)) for p, m in modules.items()})
+    for path, traced in traces.items():
+        if traced.sites:
+            block = BlockSites(path, blocks[path], traced)
+            if planned and planned[-1].flow == block.flow and can_follow(planned[-1], block):
+                planned[-1], block = replace(planned[-1], last=False), replace(block, first=False)
+            planned.append(block)
+    refused = [(path, reason) for path, traced in traces.items() for reason in refusals(traced)]
     return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks), traced=False)
 
 
-def trace_alone(block: nn.Module) -> tuple[TracedBlock | None, str]:
-    """Return the trace of a block on the first made-up input it takes, or why there is none."""
-    if "forward" in vars(block):
-        return None, "its forward was replaced on the instance"
-    for args, kwargs in block_calls(block):
-        try:
-            traced = trace_block(block, block.forward, args, kwargs)[1]
-        except Exception:
-            continue
-        return (traced, "") if traced.sites else (None, traced.reason)
-    return None, "it cannot be run alone: pass example_inputs"
+def trace_alone(block: nn.Module) -> Traces:
+    """Return the trace of a block on the first made-up input it takes; with the reason where there is none."""
+    reason = "its forward was replaced on the instance"
+    if "forward" not in vars(block):
+        reason = "it cannot be run alone: pass example_inputs"
+        for args, kwargs in block_calls(block):
+            with contextlib.suppress(Exception):
+                return trace_block(block, block.forward, args, kwargs)[1]
+    return Traces(nothing := TracedBlock((), 0, None, (), (), reason), nothing)

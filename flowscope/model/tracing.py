@@ -3,7 +3,9 @@
 Every operation of the call is a node; the set of its ancestors is one integer, a bit per node. An add is a *hit* when
 one operand is an ancestor of the other through parameters (identity shortcut), or both come from one ancestor through
 parameters (projection shortcut). The *sites* are the hits on the carry's own path, found by walking back from the
-block's output, so an add inside a branch (the sum of parallel branches, a shared expert) is never one.
+block's output, so an add inside a branch (the sum of parallel branches, a shared expert) is never one. A projection is
+believed where it changes width or stride, or where a sibling block has an identity shortcut in its place; else it is
+the sum of two branches, whose merge with the carry is elsewhere (scaled, in `lerp`, in the loop around the block).
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from torch.overrides import TorchFunctionMode
 from flowscope.model.nested import nested_tensors
 
 ADDS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_})
-JOINS = frozenset({"cat", "concat", "concatenate", "addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
+JOINS = frozenset({"addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
+CONCATENATIONS = frozenset({"cat", "concat", "concatenate"})
 CASTS = frozenset(
     {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
     | {Tensor.contiguous, Tensor.clone, torch.clone, Tensor.view, Tensor.view_as, Tensor.reshape, torch.reshape}
 )
+
+
+SUM = "joins two branches, and the carried x is neither: it is merged elsewhere (in the code around the block?)"
 
 
 class SiteRule(NamedTuple):
@@ -59,6 +65,14 @@ class TracedBlock(NamedTuple):
     reason: str  # why there is no site; empty with sites
     # whether the block's code changes in place what it holds as carry: from its entry on, then after each site
     overwritten: tuple[bool, ...] = ()
+    left_out: tuple[str, ...] = ()  # why adds on the carry's path are no sites
+
+
+class Traces(NamedTuple):
+    """A traced call read twice: `believing` takes the sums of two branches on the carry's path for projections."""
+
+    strict: TracedBlock
+    believing: TracedBlock
 
 
 class Add(NamedTuple):
@@ -105,6 +119,11 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def adds_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an add is 0 + x, as `sum` begins with."""
+    return func in ADDS and len(args) > 1 and type(args[1]) is int and not args[1]
+
+
 def is_feature_tensor(value: Any) -> bool:
     """Whether a value could be a hidden state: a floating tensor with at least two axes."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
@@ -144,18 +163,71 @@ class Ancestry:
         self.keep((*inputs, tensor))
 
 
+class Meetings:
+    """The adds of a call, and which of them may be merges.
+
+    Attributes:
+        nodes: where each tensor came from.
+        held: what may be the carry, with its version then: the arguments, then what each hit made.
+        adds: all adds of two tensors in order.
+        roots: of each hit's result, by id: the id of the carry that came in.
+        last_hit: id of the newest hit's result.
+    """
+
+    def __init__(self, nodes: Ancestry, arguments: Collection[Tensor]) -> None:
+        self.nodes = nodes
+        self.held = [(x, version(x)) for x in arguments]
+        self.adds: list[Add] = []
+        self.roots: dict[int, int] = {}
+        self.last_hit = 0
+
+    def versions(self) -> dict[int, int]:
+        """Return the versions of what may be the carry, by id."""
+        return {id(x): version(x) for x, _ in self.held}
+
+    def note(
+        self, operands: tuple[Tensor, Tensor], place: tuple[str, ...], result: Tensor, statement: bool, before: Any
+    ) -> None:
+        """Record an add with its kind."""
+        a, b = operands
+        left, right = self.nodes.of(a), self.nodes.of(b)
+        carry, kind = self.kind(a, b, left, right)
+        number = version(result)
+        self.adds.append(
+            Add(self.nodes.count, (a, b), (left, right), carry, kind, place, result, statement, number, before)
+        )
+        if carry is not None:
+            self.last_hit = id(result)
+            came = self.nodes.origin_of((a, b)[carry])
+            self.roots[id(result)] = self.roots.get(came, came)
+            self.held.append((result, number))
+
+    def kind(self, a: Tensor, b: Tensor, left: int, right: int) -> tuple[int | None, str]:
+        """Return the position of the carry in `a + b` (None: no merge) and the kind of shortcut."""
+        if a.shape != b.shape or not is_feature_tensor(a) or not left & right:
+            return None, ""
+        left_own, right_own = left & ~right & self.nodes.parametrised, right & ~left & self.nodes.parametrised
+        one, other = (self.roots.get(self.nodes.origin_of(x)) for x in (a, b))
+        if one is not None and one == other:
+            return 0, "projection"  # both hold the carry
+        if right_own and (is_ancestor(left, right) or self.nodes.origin_of(a) == self.last_hit):
+            return 0, "identity"
+        if left_own and (is_ancestor(right, left) or self.nodes.origin_of(b) == self.last_hit):
+            return 1, "identity"
+        if left_own and right_own:
+            return int(left_own.bit_count() > right_own.bit_count()), "projection"
+        return None, ""
+
+
 class BlockTrace(TorchFunctionMode):
-    """Records the operations of one call of `block`; `read` turns them into a `TracedBlock`."""
+    """Records the operations of one call of `block`; a `Reading` turns them into a `TracedBlock`."""
 
     def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.arguments: dict[int | str, Tensor] = {key: x for key, x in given.items() if is_feature_tensor(x)}
         self.nodes = Ancestry(self.arguments.values())
-        # what may be the carry, with its version then: the arguments, then what each hit made
-        self.held = [(x, version(x)) for x in self.arguments.values()]
-        self.last_hit = 0
-        self.adds: list[Add] = []
+        self.meetings = Meetings(self.nodes, self.arguments.values())
         self.joined: set[str] = set()
         self.passages: dict[int, list[Passage]] = {}
         self.operations: Counter[tuple[str, ...]] = Counter()
@@ -197,7 +269,7 @@ class BlockTrace(TorchFunctionMode):
         kwargs, nodes = kwargs or {}, self.nodes
         inputs = list(nested_tensors((args, kwargs)))
         masks = [nodes.of(x) for x in inputs]
-        before = self.versions() if func in ADDS else {}
+        before = self.meetings.versions() if func in ADDS else {}
         output = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         outputs = list(nested_tensors(output))
@@ -205,16 +277,17 @@ class BlockTrace(TorchFunctionMode):
             return output
         if "dropout" in name and output is inputs[0] and not kwargs.get("inplace"):
             return self.alias(output)  # in evaluation it is its input: told apart as above
-        if func in CASTS and output is not inputs[0]:
+        passes_on = func in CASTS or adds_nothing(func, args)
+        if passes_on and output is not inputs[0]:
             nodes.origins[id(output)] = nodes.origin_of(inputs[0])
-        if func in CASTS:
+        if passes_on:
             nodes.remember(output, masks[0], inputs)
             return output
         self.operations[tuple(self.modules)] += 1
         bit = 1 << nodes.count
         if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
-            self.note_add(func, args[0], args[1], masks, output, before)
-        elif name in JOINS or ("add" in name and "norm" in name):
+            self.meetings.note((args[0], args[1]), tuple(self.modules), output, func is Tensor.add_, before)
+        elif name in JOINS | CONCATENATIONS or ("add" in name and "norm" in name):
             self.joined.add(name)
         nodes.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
         nodes.normalising |= bit if self.norm_depth or "norm" in name else 0
@@ -230,37 +303,19 @@ class BlockTrace(TorchFunctionMode):
         self.nodes.remember(other, self.nodes.of(tensor), [tensor])
         return other
 
-    def versions(self) -> dict[int, int]:
-        """Return the versions of what may be the carry, by id."""
-        return {id(x): version(x) for x, _ in self.held}
 
-    def note_add(
-        self, func: Any, a: Tensor, b: Tensor, masks: list[int], result: Tensor, before: dict[int, int]
-    ) -> None:
-        """Record an add with its kind."""
-        left, right = masks[:2]
-        carry, kind = self.kind(a, b, left, right)
-        place, number = tuple(self.modules), version(result)
-        statement = func is Tensor.add_
-        self.adds.append(
-            Add(self.nodes.count, (a, b), (left, right), carry, kind, place, result, statement, number, before)
-        )
-        if carry is not None:
-            self.last_hit = id(result)
-            self.held.append((result, number))
+class Reading:
+    """What the trace of a call says of its sites.
 
-    def kind(self, a: Tensor, b: Tensor, left: int, right: int) -> tuple[int | None, str]:
-        """Return the position of the carry in `a + b` (None: no merge) and the kind of shortcut."""
-        if a.shape != b.shape or not is_feature_tensor(a) or not left & right:
-            return None, ""
-        left_own, right_own = left & ~right & self.nodes.parametrised, right & ~left & self.nodes.parametrised
-        if right_own and (is_ancestor(left, right) or self.nodes.origin_of(a) == self.last_hit):
-            return 0, "identity"
-        if left_own and (is_ancestor(right, left) or self.nodes.origin_of(b) == self.last_hit):
-            return 1, "identity"
-        if left_own and right_own:
-            return int(left_own.bit_count() > right_own.bit_count()), "projection"
-        return None, ""
+    Attributes:
+        believing: whether every sum of two branches on the carry's path is taken for a projection.
+        sums: those that were not, on the path from an output back.
+    """
+
+    def __init__(self, trace: BlockTrace, believing: bool = False) -> None:
+        self.trace, self.believing = trace, believing
+        self.nodes, self.meetings, self.arguments = trace.nodes, trace.meetings, trace.arguments
+        self.sums: list[Add] = []
 
     def read(self, output: Any) -> TracedBlock:
         """Return the sites of the traced call that returned `output`."""
@@ -270,22 +325,24 @@ class BlockTrace(TorchFunctionMode):
         own = {name for add in chain for name in add.modules}
         outer = functools.partial(outermost_outside, own)
         work: Counter[str] = Counter()
-        for modules, count in self.operations.items():
+        for modules, count in self.trace.operations.items():
             work[outer(modules)] += count
         quiet = {name for name, count in work.items() if name and count > 1}
-        visible = [add for add in self.adds if outer(add.modules) not in quiet]
+        visible = [add for add in self.meetings.adds if outer(add.modules) not in quiet]
         argument = self.argument_of(chain[0])
         final = output if place is None else output[place]
         entry = self.arguments[argument]
         sites, carriers = self.read_sites(chain, visible, own, entry, final)
         changed = self.overwritten(entry, chain)
-        return TracedBlock(sites, argument, place, tuple(sorted(carriers.items())), tuple(sorted(quiet)), "", changed)
+        passed_by, unwoven = tuple(sorted(carriers.items())), tuple(sorted(quiet))
+        left_out = tuple(f"{self.name_of(add)} {SUM}" for add in self.sums)
+        return TracedBlock(sites, argument, place, passed_by, unwoven, "", changed, left_out)
 
     def overwritten(self, entry: Tensor, chain: list[Add]) -> tuple[bool, ...]:
         """Return whether what the block held as carry was changed in place: the entry, then what each site made."""
-        held = [next(taken for taken in self.held if taken[0] is entry)]
+        held = [next(taken for taken in self.meetings.held if taken[0] is entry)]
         held += [(add.result, add.version) for add in chain]
-        later = [*(add.before for add in chain), self.versions()]
+        later = [*(add.before for add in chain), self.meetings.versions()]
         return tuple(then[id(x)] != number for (x, number), then in zip(held, later, strict=True))
 
     def find_chain(self, output: Any) -> tuple[int | str | None, list[Add]]:
@@ -302,15 +359,34 @@ class BlockTrace(TorchFunctionMode):
         """Walk back from a tensor along the carry: newest hit, then the newest hit its carry comes from, and so on."""
         chain: list[Add] = []
         reach = self.nodes.of(tensor)
-        for add in reversed(self.adds):
+        for add in reversed(self.meetings.adds):
             if add.carry is None or not reach >> add.node & 1:
                 continue
             after = reach & ~add.own & self.nodes.parametrised & ~self.nodes.normalising
             if add.kind == "projection" and after and not (chain and chain[-1].kind == "projection"):
                 continue  # weights follow: a sum inside a branch or a projection
+            if add.kind == "projection" and not (self.believing or self.reshapes(add)):
+                self.sums.append(add)
+                left, right = add.ancestors
+                # a long skip: on along the later; else what both branches read may still hold the carry
+                reach = right if is_ancestor(left, right) else left if is_ancestor(right, left) else left & right
+                continue
             chain.append(add)
             reach = add.ancestors[add.carry]
         return chain[::-1]
+
+    def reshapes(self, add: Add) -> bool:
+        """Whether a sum has another width or stride than what came in: the carry cannot be added as it is."""
+        got = add.result.shape
+        for came in (x.shape for x in self.arguments.values()):
+            flattened = len(got) != len(came) and got.numel() == came.numel()
+            if flattened or sorted(got) == sorted(came):
+                return False
+        return bool(self.arguments)
+
+    def name_of(self, add: Add) -> str:
+        """Return where an add is done, as it stands in a reason."""
+        return f"an add in {add.modules[-1]}" if add.modules else "an add of its own"
 
     def argument_of(self, first: Add) -> int | str:
         """Return the argument the first site's carry comes from."""
@@ -350,7 +426,7 @@ class BlockTrace(TorchFunctionMode):
         if start is end or self.nodes.origin_of(end) == id(start):
             return []
         # by its origin: a norm, then a reshape
-        ended = self.passages.get(id(end)) or self.passages.get(self.nodes.origin_of(end)) or []
+        ended = self.trace.passages.get(id(end)) or self.trace.passages.get(self.nodes.origin_of(end)) or []
         for passage in ended if depth else ():
             if passage.name in own or any(name not in own for name in passage.modules):
                 continue
@@ -382,11 +458,14 @@ class BlockTrace(TorchFunctionMode):
 
     def explain(self) -> str:
         """Say why the traced call has no site."""
-        if any(self.is_changed_carry(add) for add in self.adds):
+        if any(self.is_changed_carry(add) for add in self.meetings.adds):
             return "no residual add of the carried x itself: it is scaled or changed on its way to the add"
-        if self.joined:
-            return f"no residual add: the tensors meet in {', '.join(sorted(self.joined))}"
-        if self.adds:
+        joins = sorted(self.trace.joined - CONCATENATIONS) or sorted(() if self.sums else self.trace.joined)
+        if joins:
+            return f"no residual add: the tensors meet in {', '.join(joins)}"
+        if self.sums:
+            return f"no residual add: {self.name_of(self.sums[0])} {SUM}"
+        if self.meetings.adds:
             return "no residual add: none of its adds joins an input with what a branch made of it"
         return "no residual add: no tensors are added in it"
 
@@ -408,8 +487,10 @@ def outermost_outside(own: set[str], modules: tuple[str, ...]) -> str:
 
 def trace_block(
     block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, TracedBlock]:
+) -> tuple[Any, Traces]:
     """Run a block once and return its output with what the run tells."""
     with BlockTrace(block, args, kwargs) as trace:
         output = forward(*args, **kwargs)
-    return output, trace.read(output)
+    reading = Reading(trace)
+    strict = reading.read(output)
+    return output, Traces(strict, Reading(trace, believing=True).read(output) if reading.sums else strict)

@@ -1,6 +1,6 @@
 """Contracts as functions: run them on a class of your own, as scikit-learn's `check_estimator`.
 
-flowscope.testing.check_connection(LayerScale, init=0.1)      # raises AssertionError: which model, which promise
+flowscope.testing.check_connection(ScaledBranch, init=0.1)      # raises AssertionError: which model, which promise
 flowscope.testing.check_detector(HeadNorm)                    # likewise: which records, which promise
 flowscope.testing.check_instrument(ThirdMoment)
 flowscope.testing.assert_trains(model, loss, batches)         # of a model: flowscope.check, in a test
