@@ -17,7 +17,9 @@ at its head.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -343,7 +345,16 @@ def _figure(width: float, height: float) -> Figure:
             "pip install flowscope[plot]"
         ) from error
     # without pyplot: no window, no global list of figures to clean up
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    # what a notebook asks for where pyplot, which was not imported, has not told it how to show figures
+    vars(figure)["_repr_png_"] = partial(_png, figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()
 
 
 def _text(setter: Any, words: str, **look: Any) -> None:

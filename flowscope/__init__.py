@@ -16,8 +16,10 @@
     gate_profile        gates by depth over a loader; keep_gates(model) fills gate_value
     skip_by_gates       evaluate a gated model without the branches whose gates are nearly closed
     param_groups        optimizer groups for a wrapped model; warmup_steps, clip_grad_norm_ likewise
+    read_run            a recorded run, back from its log_dir
     plot                matplotlib figures of records
     actions             ready-made on_alert callables: log, stop, snapshot, webhook, lower the learning rate
+    sinks, integrations where records go; callbacks of trainers, loggers
     jacobian_spectrum   singular values of the Jacobian of the last hidden state by the first
     WatchConfig         every setting and limit
     Record, Alert       what a sampled step says; what a detector found
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowscope import _moved
 from flowscope._version import __version__
-from flowscope.errors import FlowscopeError, StopTraining
+from flowscope.errors import FlowscopeError, StopTraining, nearest
 
 _moved.install()
 
@@ -47,8 +49,9 @@ if TYPE_CHECKING:
     from flowscope.model.flows import find_flows
     from flowscope.model.sites import find_sites
     from flowscope.parting.bisection import Parting, bisect
-    from flowscope.records import Alert, Record
+    from flowscope.records import Alert, Record, Run
     from flowscope.scope import Scope, watch
+    from flowscope.sinks.reading import read_run
     from flowscope.trials.findings import CheckReport
     from flowscope.trials.sitting import check
 
@@ -62,12 +65,18 @@ _NAMES = {
     "flowscope.model.flows": ("find_flows",),
     "flowscope.jacobian.spectrum": ("jacobian_spectrum",),
     "flowscope.config": ("WatchConfig",),
-    "flowscope.records": ("Record", "Alert"),
+    "flowscope.records": ("Record", "Alert", "Run"),
+    "flowscope.sinks.reading": ("read_run",),
     "flowscope.parting.bisection": ("bisect", "Parting"),
     "flowscope.trials.sitting": ("check",),
     "flowscope.trials.findings": ("CheckReport",),
 }
-_MODULES = {"actions": "flowscope.actions", "plot": "flowscope.extras.plot"}
+_MODULES = {
+    "actions": "flowscope.actions",
+    "integrations": "flowscope.integrations",
+    "plot": "flowscope.extras.plot",
+    "sinks": "flowscope.sinks",
+}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -77,6 +86,7 @@ __all__ = [
     "GateProfile",
     "Parting",
     "Record",
+    "Run",
     "Scope",
     "StopTraining",
     "WatchConfig",
@@ -92,6 +102,7 @@ __all__ = [
     "jacobian_spectrum",
     "keep_gates",
     "param_groups",
+    "read_run",
     "skip_by_gates",
     "unwrap",
     "warmup_steps",
@@ -104,11 +115,12 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
-        raise AttributeError(f"module 'flowscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
+        hint = nearest(name, __dir__()) or f" It has: {', '.join(__dir__())}."
+        raise AttributeError(f"module 'flowscope' has no attribute {name!r}.{hint}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

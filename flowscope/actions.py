@@ -200,14 +200,8 @@ class Webhook(Action):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(on)
-        scheme, colon, _ = url.partition("://")
-        if scheme not in ("http", "https") or not colon:
-            raise FlowscopeError(
-                f"Webhook(url): got {scheme + '://...' if colon else 'one without a scheme'}, expected an address that "
-                "begins with http:// or https://."
-            )
-        self._url, self._timeout, self._extra = url, timeout, dict(extra or {})
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        self._url, self._timeout, self._extra = address("Webhook(url)", url), timeout, dict(extra or {})
+        self._headers = dict(headers or {})
         self._queue: queue.Queue[bytes | None] = queue.Queue(maxsize=100)
         self._thread: threading.Thread | None = None
         self._failed = False
@@ -225,16 +219,11 @@ class Webhook(Action):
     def _send_all(self) -> None:
         while (body := self._queue.get()) is not None:
             try:
-                self._send(body)
+                post(self._url, body, self._headers, self._timeout)
             except Exception as error:  # OSError, ValueError, HTTPException: a server and an address can do anything
                 if not self._failed:
-                    LOGGER.warning("flowscope: the webhook at %s failed: %s", _host(self._url), _reason(error))
+                    LOGGER.warning("flowscope: the webhook at %s failed: %s", _host(self._url), reason(error))
                 self._failed = True
-
-    def _send(self, body: bytes) -> None:
-        request = urllib.request.Request(self._url, body, self._headers, method="POST")
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=self._timeout):
-            pass
 
     def write(self, event: Event) -> None:
         """Nothing: alerts come by the call."""
@@ -264,7 +253,25 @@ def _host(url: str) -> str:
         return "(no host)"
 
 
-def _reason(error: Exception) -> str:
+def address(asked: str, url: str) -> str:
+    """Return the address that `asked` was given, refused where it is none of http."""
+    scheme, colon, _ = url.partition("://")
+    if scheme not in ("http", "https") or not colon:
+        raise FlowscopeError(
+            f"{asked}: got {scheme + '://...' if colon else 'one without a scheme'}, expected an address that "
+            "begins with http:// or https://."
+        )
+    return url
+
+
+def post(url: str, body: bytes, headers: Mapping[str, str], timeout: float) -> None:
+    """POST JSON; a redirect is a failure."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers}, method="POST")
+    with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout):
+        pass
+
+
+def reason(error: Exception) -> str:
     """What may be told of a failure: messages of `InvalidURL` and `HTTPException` quote the address or the answer."""
     if isinstance(error, urllib.error.HTTPError):
         return f"status {error.code}"

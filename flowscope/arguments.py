@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from flowscope.config import WatchConfig
-from flowscope.detectors import Detector
-from flowscope.errors import FlowscopeError
+from flowscope.detectors import Detector, check_asked
+from flowscope.errors import FlowscopeError, nearest
 from flowscope.instruments import Instrument
 from flowscope.model.structure import is_scripted
 from flowscope.records import Alert
@@ -24,6 +26,7 @@ from flowscope.sinks.reading import is_run
 from flowscope.steps.losses import LateLoss
 
 AlertCallback = Callable[[Alert], Any]
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class WatchArguments:
     sinks: Sequence[tuple[str, Sink]]
     flows: Sequence[str] | None
     gates: Sequence[str]
+    parameters: Sequence[str]
     scaler: Any
     instruments: Sequence[Instrument | type[Instrument]]
     detectors: Sequence[Detector | type[Detector]]
@@ -49,7 +53,11 @@ class WatchArguments:
 def check_model(model: Any) -> None:
     """Refuse what is no module or has no parameters."""
     if not isinstance(model, nn.Module):
-        raise FlowscopeError(f"watch(model): got {type(model).__name__}, expected a torch.nn.Module.")
+        swapped = " The model comes first: watch(model, optimizer)." if hasattr(model, "param_groups") else ""
+        raise FlowscopeError(
+            f"watch(model): got {type(model).__name__}, expected a torch.nn.Module: the model itself, neither a "
+            f"function nor its state_dict.{swapped}"
+        )
     if is_scripted(model):
         raise FlowscopeError("watch(model): got a module compiled by torch.jit, expected it as it was before.")
     if next(model.parameters(), None) is None:
@@ -98,10 +106,57 @@ def flow_paths(flows: Any) -> Sequence[str] | None:
 
 def gate_patterns(gates: Any) -> Sequence[str]:
     """Return `gates` as a list of patterns."""
-    given = [gates] if isinstance(gates, str) else gates or ()
-    fits = isinstance(given, (list, tuple)) and all(isinstance(pattern, str) for pattern in given)
-    _expect(fits, "gates", gates, "patterns of module paths, such as ['blocks.*.gate'].")
-    return given
+    return _patterns("gates", gates, "patterns of module paths, such as ['blocks.*.gate'].")
+
+
+def parameter_patterns(parameters: Any) -> Sequence[str]:
+    """Return `parameters` as a list of patterns, none for all parameters."""
+    wanted = "patterns of names of parameters, such as ['blocks.*'] or ['!embed.*'] (all but those)."
+    return _patterns("parameters", parameters, wanted)
+
+
+def _patterns(argument: str, given: Any, wanted: str) -> Sequence[str]:
+    listed = [given] if isinstance(given, str) else given or ()
+    fits = isinstance(listed, (list, tuple)) and all(isinstance(pattern, str) for pattern in listed)
+    _expect(fits, argument, given, wanted)
+    return listed
+
+
+HABITS = {
+    "log": 'watch(parameters=[...]) chooses parameters, config={"metrics": ("flow", "depth", "parameters")} families',
+    "log_freq": "it is every=: watch(every=10) samples each tenth step",
+    "log_graph": "flowscope records no graph; print(scope.flows) shows what is watched",
+    "idx": "each watch is a scope of its own, with its own log_dir",
+    "criterion": "give the loss to scope.step(loss=loss)",
+}
+"""Arguments of `wandb.watch` -> what to do here."""
+
+
+def spelled(function: Call) -> Call:
+    """The same function, whose unknown keyword arguments are a `FlowscopeError` that names the right ones."""
+    names = [*inspect.signature(function).parameters]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_names(kwargs, names)
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_names(given: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse keyword arguments that `watch` does not take."""
+    for name in given:
+        if name not in names:
+            if name in HABITS:
+                hint = f" That is wandb.watch's; here: {HABITS[name]}."
+            elif name in WatchConfig.model_fields:
+                hint = f" It is a setting: watch(config={{{name!r}: ...}})."
+            else:
+                hint = nearest(name, names)
+            raise FlowscopeError(
+                f"watch({name}=...): there is no such argument.{hint} help(flowscope.watch) lists all."
+            )
 
 
 def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
@@ -113,11 +168,32 @@ def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
     named = [(f"sink {type(sink).__name__} {number}", sink) for number, sink in enumerate(sinks)]
     for number, (_, sink) in enumerate(named):
         if isinstance(sink, type) or not isinstance(sink, Sink):
+            got = f"the class {sink.__name__}" if isinstance(sink, type) else f"a {type(sink).__name__} ({sink!r:.60})"
+            make = f" Make one: {sink.__name__}(...)." if isinstance(sink, type) else ""
             raise FlowscopeError(
-                f"watch(sinks=...): entry {number} is a {type(sink).__name__} ({sink!r:.60}), expected an object with "
-                "write(event) and close()."
+                f"watch(sinks=...): entry {number} is {got}, expected an object with write(event) and close().{make}"
             )
     return named
+
+
+def stop_kinds(stop_on: Any, detectors: Any = (), reference: Any = None) -> list[str]:
+    """Return `stop_on` as a list of alert kinds and severities; kinds of detectors from outside are known."""
+    given = listed(stop_on)
+    check_asked(f"stop_on={stop_on!r}", given, _own_kinds(detectors, reference))
+    return given
+
+
+def check_actions(callbacks: Iterable[Any], detectors: Any, reference: Any) -> None:
+    """Refuse an action (flowscope.actions) that waits for a kind of alert that nothing raises."""
+    for callback in callbacks:
+        if isinstance(on := getattr(callback, "on", None), frozenset):
+            asked = f"{type(callback).__name__}(on={', '.join(map(str, sorted(on)))})"
+            check_asked(asked, on, _own_kinds(detectors, reference))
+
+
+def _own_kinds(detectors: Any, reference: Any) -> list[str]:
+    kinds = [kind for kind in (getattr(detector, "kind", None) for detector in listed(detectors)) if kind]
+    return [*kinds, *["parted_from_reference"] * (reference is not None)]
 
 
 def own_detectors(detectors: Any) -> Sequence[Detector | type[Detector]]:

@@ -1,6 +1,8 @@
 """The command `flowscope` (also `python -m flowscope`): look at a run's files; needs no model and imports no torch.
 
     flowscope summary RUN                           a few lines: what stands, and where
+    flowscope runs DIR                              one line a run: verdict, first alert, place, loss, steps, cost
+    flowscope export RUN --csv -o run.csv           its numbers as CSV
     flowscope report RUN -o report.html             one HTML file, opens from disk
     flowscope compare RUN_A RUN_B -o compare.html   runs on top of each other, in one HTML file
     flowscope bisect GOOD BAD                       where two runs part: step, phase and place
@@ -13,7 +15,8 @@
 RUN is the `log_dir` that `flowscope.watch` was given, or the `flowscope.jsonl` in it. Exit status: 0 done, 1 a run
 cannot be read or a file not written, 2 a wrong call. `diagnose`: 0 no alert of level error stands at the end, 1 one
 does, 2 the run cannot be read or a limit is wrong. `bisect`: 0 the runs are equal, 1 they part, 2 they cannot be
-compared. `golden check`: 0 the run stays with its group, 1 it parts, 2 it cannot be told. `run`: the script's own.
+compared. `golden check`: 0 the run stays with its group, 1 it parts, 2 it cannot be told. `run`: the script's own; with
+`--fail-on error` 1 where it ended with 0 and such an alert was raised.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ from typing import Any
 
 from flowscope._version import __version__
 from flowscope.config import WatchConfig, make_config
-from flowscope.detectors import DETECTORS, Detector
+from flowscope.detectors import DETECTORS, Detector, check_asked
 from flowscope.detectors.coverage import Mute
 from flowscope.errors import FlowscopeError
 from flowscope.golden_command import add_parser as add_golden
 from flowscope.records import ALL_DIGITS, RunHeader, strict_json
 from flowscope.sinks import Run, read_run
 from flowscope.sinks.jsonl import FILE_NAME
-from flowscope.sinks.reading import file_of, is_run
+from flowscope.sinks.reading import file_of, is_run, runs_below
 from flowscope.terminal import block, paragraph, shown, tell
 
 REPLAYED = 100
@@ -93,17 +96,34 @@ def _parser() -> argparse.ArgumentParser:
     words = "a few lines: last profiles, standing alerts, missing gradients"
     commands.add_parser("summary", parents=reading, help=words).set_defaults(command=_summary)
 
+    runs = commands.add_parser("runs", help="a line for each run in a folder: verdict, first alert, place, loss, cost")
+    runs.add_argument("folder", metavar="DIR", nargs="?", default="runs", help="the folder (default: %(default)s)")
+    runs.add_argument("--sort", default="run", metavar="COLUMN", help="such as verdict, loss, since (default: run)")
+    runs.add_argument("--json", action="store_true", help="one JSON array of objects instead of a table")
+    runs.set_defaults(command=_runs)
+
     report = commands.add_parser("report", parents=reading, help="one self-contained HTML file of a run")
     report.add_argument("-o", "--output", default="report.html", help="the file to write (default: %(default)s)")
     report.add_argument("--title", help="the page's title (default: the run's name)")
     report.set_defaults(command=_report)
 
     compare = commands.add_parser("compare", help="one self-contained HTML file of runs on top of each other")
-    compare.add_argument("run", metavar="RUN_A", help=run_help)
-    compare.add_argument("others", metavar="RUN_B", nargs="+", help="further runs")
+    several = f"{run_help}, or a folder of runs: all below it"
+    compare.add_argument("run", metavar="RUN_A", help=several)
+    compare.add_argument("others", metavar="RUN_B", nargs="*", help="further runs")
     compare.add_argument("-o", "--output", default="compare.html", help="the file to write (default: %(default)s)")
     compare.add_argument("--title", help="the page's title (default: the runs' names)")
     compare.set_defaults(command=_report)
+
+    words = "the numbers of a run as CSV, a line each: step, metric, flow, row, name, value"
+    export = commands.add_parser("export", parents=reading, help=words)
+    export.add_argument("--csv", action="store_true", help="as CSV, which is the default")
+    export.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: standard output)")
+    export.add_argument(
+        "--only", metavar="WHAT", help='one metric, "loss", or "alerts" (default: loss and all profiles)'
+    )
+    export.add_argument("--flow", help="of that metric (default: the first that has it)")
+    export.set_defaults(command=_export)
 
     words = "the first step, phase and place at which two runs part; exit status 1: they do"
     parting = commands.add_parser("bisect", help=words)
@@ -136,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--reference", metavar="GOOD", help=reference)
     words = "move the first hidden state by one ulp and write to RUN/rounding: shows bisect how much of RUN is rounding"
     run.add_argument("--rounding", metavar="RUN", help=words)
+    words = "end with status 1 where the script ends with 0 and an alert of this kind or severity was raised"
+    run.add_argument("--fail-on", metavar="KIND", action="append", default=[], help=f"{words}; may be repeated")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     run.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     run.set_defaults(command=_run)
@@ -172,10 +194,43 @@ def _summary(arguments: argparse.Namespace) -> None:
     print(summarize(header, run.records, run.alerts, {}, f"The file is {arguments.run}."))
 
 
-def _report(arguments: argparse.Namespace) -> None:
+def _runs(arguments: argparse.Namespace) -> None:
+    from flowscope.runs_table import rows_of, table
+
+    rows = rows_of(arguments.folder, arguments.sort)
+    if arguments.json:
+        print(json.dumps(strict_json([vars(row) for row in rows], ALL_DIGITS), allow_nan=False))
+    else:
+        print(block(table(rows)))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from flowscope.frames import columns_of, write_csv
+
+    columns = columns_of(_read(arguments.run), arguments.only, arguments.flow)
+    if arguments.output is None:
+        write_csv(columns, sys.stdout)
+        return
+    try:
+        with Path(arguments.output).open("w", encoding="utf-8", newline="") as file:
+            write_csv(columns, file)
+    except OSError as error:
+        raise FlowscopeError(
+            f"export -o {arguments.output}: {error.strerror}; expected a file that can be written."
+        ) from error
+    print(shown(f"{arguments.output} ({Path(arguments.output).stat().st_size / 1e6:.1f} MB)"))
+
+
+def _report(arguments: argparse.Namespace) -> int:
     from flowscope.views.report import write_report
 
-    paths = [arguments.run, *getattr(arguments, "others", ())]
+    paths = [arguments.run]
+    if hasattr(arguments, "others"):
+        asked = [*paths, *arguments.others]
+        paths = [path for one in asked for path in ([one] if is_run(one) else map(str, runs_below(one)) or [one])]
+        if len(paths) < 2:
+            tell(f"flowscope compare: got {', '.join(asked)}, expected two runs or a folder of them; report shows one.")
+            return 2
     runs = {name: _read(path) for name, path in zip(run_names(paths), paths, strict=True)}
     for name, run in runs.items():
         if not run.records:
@@ -183,6 +238,7 @@ def _report(arguments: argparse.Namespace) -> None:
     _tell_differences({name: run.header or RunHeader() for name, run in runs.items()})
     file = write_report(runs, arguments.output, title=arguments.title)
     print(shown(f"{file} ({file.stat().st_size / 1e6:.1f} MB)"))
+    return 0
 
 
 def _tell_differences(headers: Mapping[str, RunHeader]) -> None:
@@ -295,11 +351,12 @@ def _run(arguments: argparse.Namespace) -> int:
             options["reference"] = Path(arguments.reference).absolute() if one else place_of(arguments.reference)
         name = f"{Path(arguments.script[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         log_dir = Path(arguments.log_dir) if arguments.log_dir else Path("runs") / name
-        run_script(arguments.script, log_dir.absolute(), module=arguments.module, options=options)
+        check_asked("flowscope run --fail-on", arguments.fail_on, ["parted_from_reference"])
+        asked = {"module": arguments.module, "options": options, "fail_on": arguments.fail_on}
+        return run_script(arguments.script, log_dir.absolute(), **asked)
     except FlowscopeError as error:
         tell(f"flowscope: {error}")
         return 2
-    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

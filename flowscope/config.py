@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, nearest
 
 Family = Literal["flow", "depth", "parameters"]
+BESIDE = ("every", "flows", "gates", "parameters", "log_dir", "on_alert", "sinks", "scaler", "detectors", "reference")
+"""Arguments of `watch` that are looked for among its settings."""
+SETTINGS = "print(flowscope.WatchConfig()) shows every setting, help(flowscope.watch) the arguments beside them."
 
 
 class WatchConfig(BaseModel):
@@ -104,18 +107,27 @@ class WatchConfig(BaseModel):
         try:
             return build(data)
         except ValidationError as error:
-            bad = error.errors()
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in bad)
-            raise FlowscopeError(
-                f"watch(config=...): {wrong}. Known keys: {', '.join(sorted(cls.model_fields))}."
-            ) from None
+            wrong = " ".join(_said(told, cls.model_fields) for told in error.errors())
+            raise FlowscopeError(f"watch(config=...): {wrong}") from None
+
+
+def _said(error: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """What pydantic found, as a sentence that says what to write instead."""
+    name, given = ".".join(map(str, error["loc"])), f"got {error['input']!r}"
+    if error["type"] != "extra_forbidden":
+        about = fields.get(str(error["loc"][0])) if error["loc"] else None
+        meant = f" It is: {about.description}." if about is not None and about.description else ""
+        return f"{name}: {error['msg']} ({given}).{meant}"
+    if name in BESIDE:
+        return f"there is no setting {name} ({given}): it is an argument, watch({name}={error['input']!r})."
+    return f"there is no setting {name} ({given}).{nearest(name, [*fields, *BESIDE])} {SETTINGS}"
 
 
 def make_config(config: WatchConfig | dict[str, Any] | None) -> WatchConfig:
     """Return a `WatchConfig` from what `watch(config=...)` was given.
 
     Raises:
-        FlowscopeError: an unknown key or a value out of range; the message lists the known keys.
+        FlowscopeError: an unknown key or a value out of range; the message names the nearest key.
     """
     if config is not None and not isinstance(config, (dict, WatchConfig)):
         raise FlowscopeError(f"watch(config=...): got {type(config).__name__}, expected a dict or WatchConfig.")

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A sentence, with a space before it, that names what was probably meant; "" where nothing is near."""
+    spelled = {candidate.lower(): candidate for candidate in names}
+    near = difflib.get_close_matches(str(name).lower(), spelled, n=2)
+    near += [low for low in spelled if len(name) > 3 and low not in near and name.lower() in low][: 2 - len(near)]
+    return f" Did you mean {' or '.join(repr(spelled[low]) for low in near)}?" if near else ""
 
 
 class FlowscopeError(Exception):

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from flowscope.terminal import tell
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from flowscope.records import Alert
     from flowscope.scope import Scope
     from flowscope.steps.backward_losses import BackwardLosses
 
@@ -61,6 +62,11 @@ class Launch:
         sys.meta_path.insert(0, self._finder)
         return self
 
+    def raised(self, kinds: Collection[str]) -> Alert | None:
+        """The first alert of these kinds or severities that was raised."""
+        alerts = [alert for scope in self.scopes for alert in scope.alerts if alert.state == "raised"]
+        return next((alert for alert in alerts if {alert.kind, alert.severity} & {*kinds}), None)
+
     def __exit__(self, *exc_info: object) -> None:
         """Close the scopes and print their summaries to stderr; the script's stdout stays its own."""
         if self._finder in sys.meta_path:
@@ -71,7 +77,8 @@ class Launch:
             self._guard(f"the end of model {number + 1}", scope.close)
             if writes and summary is not None:
                 tell(f"\n{summary}")
-        last = f"the run is in {self._log_dir}; look at it with: tensorboard --logdir {self._log_dir}"
+        folder = next((scope.log_dir for scope in self.scopes if scope.log_dir is not None), self._log_dir)
+        last = f"the run is in {folder}; look at it with: tensorboard --logdir {folder}"
         if writes:
             tell(f"flowscope: {last if self.scopes else NOTHING_WATCHED}")
 
@@ -90,7 +97,7 @@ class Launch:
         self._models.append(weakref.ref(model))
         folder = self._log_dir
         if self.scopes:
-            folder = folder / f"{type(model).__name__}-{len(self.scopes) + 1}"
+            folder = (self.scopes[0].log_dir or folder) / f"{type(model).__name__}-{len(self.scopes) + 1}"
         live = [scaler for known in self._scalers if (scaler := known()) is not None]
         try:
             scope = flowscope.watch(
@@ -168,7 +175,9 @@ def _has_value(loss: Tensor) -> bool:
 # -- the script ------------------------------------------------------------------------------------------------------
 
 
-def run_script(command: Sequence[str], log_dir: Path, *, module: bool, options: dict[str, Any]) -> None:
+def run_script(
+    command: Sequence[str], log_dir: Path, *, module: bool, options: dict[str, Any], fail_on: Sequence[str] = ()
+) -> int:
     """Run a script or module as `python script.py args...` or `python -m module args...` would; watch its models.
 
     Args:
@@ -176,17 +185,29 @@ def run_script(command: Sequence[str], log_dir: Path, *, module: bool, options: 
         log_dir: where the run is written.
         module: whether `command[0]` is a module's name.
         options: further arguments of `flowscope.watch`.
+        fail_on: kinds and severities of alerts after which a script that ends with 0 did not succeed.
+
+    Returns:
+        The exit status: 1 where such an alert was raised, else 0.
 
     Raises:
         FlowscopeError: there is no such script.
-        SystemExit: the script's own, or status 1 after an exception (shown without our frames).
+        SystemExit: the script's own, where it is not 0, or status 1 after an exception (shown without our frames).
     """
     script = script_of(command, module=module)
-    with contextlib.nullcontext() if is_off() else Launch(log_dir, options):
+    launch = None if is_off() else Launch(log_dir, options)
+    with launch or contextlib.nullcontext():
         try:
             script()
-        except (SystemExit, KeyboardInterrupt):
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        except KeyboardInterrupt:
             raise
         except BaseException as error:
             tell_of(error)
             raise SystemExit(1) from None
+    if launch is None or (alert := launch.raised(fail_on)) is None:
+        return 0
+    tell(f"flowscope: status 1, as --fail-on asks: {alert.kind} at step {alert.step}")
+    return 1

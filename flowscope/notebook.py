@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from flowscope.diagnosis import paired
 from flowscope.metrics import Metric, spec_of
-from flowscope.records import Alert, Record, RunHeader, metric_key
+from flowscope.records import Alert, Record, Run, RunHeader, metric_key
 from flowscope.sinks.binning import extent, log10, shortened
 
 FLOWS = 4
 ALERTS = 10
 POINTS = 256
+LISTED = 200
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 120, 48, 8, 18
 
 _LINE = "#3B8FD1"
@@ -51,6 +52,38 @@ def scope_html(header: RunHeader | None, records: Sequence[Record], alerts: Sequ
     count = f"{len(records)} record{'s' * (len(records) != 1)}"
     head = f"<b>flowscope</b>{version}: {count}, last of step {last.step}{_loss(last)}"
     return f"<div>{head}{_profiles(last)}{_alerts(alerts)}</div>"
+
+
+def tables_html(tables: Mapping[str, Sequence[Sequence[str]]], remarks: Sequence[str] = ()) -> str:
+    """Tables with their captions (their first lines are heads), then remarks."""
+    parts = []
+    for caption, rows in tables.items():
+        head, *lines = (list(map(escape, row)) for row in rows)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in lines)
+        named = f"<caption>{escape(caption)}</caption>" if caption else ""
+        top = "".join(f"<th>{cell}</th>" for cell in head)
+        parts.append(f"<table>{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")
+    return "<div>" + "".join([*parts, *(f"<div>{escape(remark)}</div>" for remark in remarks)]) + "</div>"
+
+
+def alerts_html(alerts: Sequence[Alert]) -> str:
+    """Alerts as a table: a line an alert, from raised to resolved."""
+    pairs = paired(alerts)
+    if not pairs:
+        return "<div>no alert</div>"
+    rows = [("severity", "alert", "where", "since step", "until", "what it says", "what to do")]
+    for one in pairs[-LISTED:]:
+        until = "stands" if one.resolved is None else str(one.resolved)
+        said = one.alert.message, one.alert.advice
+        rows.append((one.alert.severity, one.alert.kind, one.alert.where, str(one.since), until, *said))
+    hidden = len(pairs) - len(rows) + 1
+    return tables_html({"": rows}, [f"{hidden} earlier ones are not shown"] * (hidden > 0))
+
+
+def run_html(run: Run) -> str:
+    """A recorded run: as `scope_html`, and what gives its numbers."""
+    words = 'run.to_pandas("gradient_product"), run.columns(), run.to_csv(path) give the numbers'
+    return f"<div>{scope_html(run.header, run.records, run.alerts)}<div><code>{escape(words)}</code></div></div>"
 
 
 def _loss(record: Record) -> str:

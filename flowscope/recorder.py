@@ -21,12 +21,12 @@ from flowscope.arguments import AlertCallback
 from flowscope.config import WatchConfig
 from flowscope.detectors import Detector, DetectorSet, Finding
 from flowscope.errors import StopTraining
-from flowscope.faults import Faults
+from flowscope.faults import LOGGER, Faults
 from flowscope.hooks.canary import Canary
 from flowscope.instruments import METRICS
 from flowscope.metrics import Metric
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
-from flowscope.sinks import ConsoleSink, JsonlSink, Sink
+from flowscope.sinks import ConsoleSink, JsonlSink, Sink, folders
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import LossesSinceRecord
 
@@ -42,15 +42,20 @@ class Outlet:
         sinks: in the order they get events.
         closed: whether no more events go out.
         forked: whether this is a forked child, which has written nothing yet.
+        continues: whether the run in the folder goes on here: its state was loaded, or a trainer resumes it.
+        folder: where the files are, None where none are written.
     """
 
     def __init__(self, faults: Faults) -> None:
         self.sinks: list[tuple[str, Sink]] = []
-        self.closed = self.forked = False
+        self.closed = self.forked = self.continues = False
+        self.folder: Path | None = None
         self._faults = faults
         self._told_unsampled = False
-        self._files: Callable[[str], list[tuple[str, Sink]]] = lambda below: []
-        """Opens the files of this run, in a folder below its own."""
+        self._files: Callable[[Path], list[tuple[str, Sink]]] = lambda folder: []
+        """Opens the files of this run."""
+        self._held = False
+        """Whether the folder holds a run, and nothing has told yet if it is this one."""
         self._header: RunHeader | None = None
 
     def open(self, log_dir: str | Path | None, config: WatchConfig, *, quiet: bool) -> None:
@@ -62,18 +67,23 @@ class Outlet:
             quiet: whether alerts have somewhere else to go.
         """
         if log_dir is not None:
-            self._files = partial(self._opened, Path(log_dir), config.images_every)
-            self.sinks += self._files("")
+            self.folder, self._files = Path(log_dir), partial(self._opened, config.images_every)
+            self._held = folders.holds_run(self.folder)
+            if self._held:
+                JsonlSink(self.folder).close()  # refused here or not at all
+            else:
+                self.sinks += self._files(self.folder)
+                folders.begin(self.folder)
         console = config.console
         if console in ("alerts", "records") or (console == "auto" and not quiet):
             self.sinks.append(("sink ConsoleSink", ConsoleSink(records=console == "records")))
 
-    def _opened(self, log_dir: Path, images_every: int, below: str) -> list[tuple[str, Sink]]:
+    def _opened(self, images_every: int, folder: Path) -> list[tuple[str, Sink]]:
         from flowscope.sinks.tensorboard import TensorBoardSink
 
-        opened: list[tuple[str, Sink]] = [("sink JsonlSink", JsonlSink(log_dir / below))]
+        opened: list[tuple[str, Sink]] = [("sink JsonlSink", JsonlSink(folder))]
         try:
-            opened.append(("sink TensorBoardSink", TensorBoardSink(log_dir / below, images_every)))
+            opened.append(("sink TensorBoardSink", TensorBoardSink(folder, images_every)))
         except OSError as error:  # it writes as it opens: a disk that fails then costs this sink alone
             self._faults.report("sink TensorBoardSink", error)
         return opened
@@ -89,6 +99,8 @@ class Outlet:
             return
         if self.forked:
             self._faults.guard("files of a forked process", self._move)
+        if self._held and not isinstance(event, RunHeader):
+            self._faults.guard("files", self._settle, event.step)
         if isinstance(event, RunHeader):
             self._header = event
         self._told_unsampled = unsampled or (self._told_unsampled and not isinstance(event, Record))
@@ -97,15 +109,31 @@ class Outlet:
                 tries = self._faults.attempt if getattr(sink, "keeps_trying", False) else self._faults.guard
                 tries(fuse, sink.write, event)
 
+    def _settle(self, step: int) -> None:
+        """The first event tells whether the run in the folder goes on here; else it is left alone."""
+        self._held = False
+        if self.folder is None:
+            return
+        if not (self.continues or step > 0) and folders.holds_run(self.folder):
+            taken, self.folder = self.folder, folders.sibling(self.folder)
+            LOGGER.warning("flowscope: %s holds another run; this one is written to %s.", taken, self.folder)
+        folders.begin(self.folder)
+        self._begin(self._files(self.folder))
+
     def _move(self) -> None:
         """A forked child that trains on is a run of its own: the parent's file has its own steps."""
         self.forked = False
-        ours = self._files(f"fork-{os.getpid()}")
+        ours = self._files(self.folder / f"fork-{os.getpid()}") if self.folder is not None else []
         names = {fuse for fuse, _ in ours}
         for fuse, sink in self.sinks:
             if fuse in names:
                 sink.close()
-        self.sinks = [*ours, *((fuse, sink) for fuse, sink in self.sinks if fuse not in names)]
+        self.sinks = [(fuse, sink) for fuse, sink in self.sinks if fuse not in names]
+        self._begin(ours)
+
+    def _begin(self, ours: list[tuple[str, Sink]]) -> None:
+        """Write to these files too, before all else, with the header first."""
+        self.sinks = [*ours, *self.sinks]
         if self._header is not None:
             for fuse, sink in ours:
                 self._faults.attempt(fuse, sink.write, self._header)
@@ -113,6 +141,8 @@ class Outlet:
     def close(self) -> None:
         """Close the sinks."""
         self.closed = True
+        if self.folder is not None and not self._held:
+            folders.end(self.folder)
         for fuse, sink in self.sinks:
             self._faults.attempt(fuse, sink.close)
 

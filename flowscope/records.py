@@ -6,15 +6,17 @@ Axis letters: L depth (blocks of a flow), L+1 its points.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, nearest
 from flowscope.metrics import AXES, Metric, described, spec_of, told_fields
 from flowscope.validation import Step, as_far_as_it_fits, checked, fitting
 
@@ -77,7 +79,7 @@ class _SetUp:
     optimizers: tuple[_Optimizer, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunHeader:
     """Written once at the head of a run (and again when the layout changes): what its metrics and their rows are.
 
@@ -106,6 +108,11 @@ class RunHeader:
     extremes: Mapping[str, str] = field(default_factory=dict)
     coverage: str = ""
     setup: Annotated[Mapping[str, Any], fitting(_SetUp)] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Short: version, flows and number of metrics."""
+        flows = ", ".join(f"{flow.name} ({flow.kind}, {len(flow.points)} points)" for flow in self.flows)
+        return f"<RunHeader of flowscope {self.version}: {flows or 'no flow'}, {len(self.metrics)} metrics>"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; `from_json` is its inverse."""
@@ -144,7 +151,7 @@ class _RecordLine:
     notes: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class Record:
     """One sampled optimizer step.
 
@@ -166,6 +173,12 @@ class Record:
     flow_names: tuple[str, ...] = ()
     metric_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
     specs: Mapping[str, Metric] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Short: step, loss, flags and number of metrics."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        flags = f", {' '.join(self.flags)}" if self.flags else ""
+        return f"<Record of step {self.step}{loss}{flags}: {len(self.metrics)} metrics>"
 
     def __getitem__(self, key: Key) -> Array:
         """`record["gain"]` (first flow that has it) or `record["gain", "decoder"]` (a flow, or a part of its path)."""
@@ -204,8 +217,9 @@ class Record:
         found = next((key for key in keys if key in self.metrics), None)
         if found is None:
             where = "" if flow is None else f" for flow {name!r}"
-            held = ", ".join(sorted(self.metrics)) or "none"
-            raise FlowscopeError(f"record of step {self.step} has no metric {metric!r}{where}; it has: {held}.{words}")
+            near = nearest(metric, {split_key(key)[0] for key in self.metrics})
+            held = "" if near else f" It has: {', '.join(sorted(self.metrics)) or 'none'}."
+            raise FlowscopeError(f"record of step {self.step} has no metric {metric!r}{where}.{near}{held}{words}")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -279,10 +293,23 @@ class Alert:
         return checked(cls, {**data, "value": math.nan, "limit": math.nan, **numbers})
 
 
+class Alerts(list[Alert]):
+    """Alerts in order: a list that shows itself as lines at a prompt and as a table in a notebook."""
+
+    def __repr__(self) -> str:
+        """A line an alert."""
+        return "\n".join(map(str, self)) or "[]"
+
+    def _repr_html_(self) -> str:
+        from flowscope.notebook import alerts_html
+
+        return alerts_html(self)
+
+
 Event = RunHeader | Record | Alert
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A run as `flowscope.sinks.read_run` found it.
 
@@ -297,10 +324,74 @@ class Run:
 
     header: RunHeader | None = None
     records: list[Record] = field(default_factory=list)
-    alerts: list[Alert] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=Alerts)
     skipped_lines: int = 0
     superseded: int = 0
     unsampled: list[Record] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Short: how many records and alerts, of which steps."""
+        ends = f", steps {self.records[0].step} to {self.records[-1].step}" if self.records else ""
+        return f"<Run: {len(self.records)} records{ends}, {len(self.alerts)} alerts>"
+
+    def _repr_html_(self) -> str:
+        from flowscope.notebook import run_html
+
+        return run_html(self)
+
+    def columns(self, what: str | None = None, flow: str | None = None) -> dict[str, NDArray[Any]]:
+        """The numbers as columns of one length, which `pandas.DataFrame`, `polars.DataFrame` and `pyarrow.table` take.
+
+        Args:
+            what: a metric, "loss", "alerts", or None: every profile and the loss.
+            flow: of the metric; None is the first flow that has it.
+
+        Returns:
+            `step`, `metric`, `flow`, `row`, `name` and `value` (flowscope/frames.py); NaN is "not seen".
+
+        Raises:
+            FlowscopeError: the run has no such metric.
+        """
+        from flowscope.frames import columns_of
+
+        return columns_of(self, what, flow)
+
+    def to_pandas(self, what: str | None = None, flow: str | None = None, *, long: bool = False) -> Any:
+        """The numbers as a `pandas.DataFrame`.
+
+        Args:
+            what: as in `columns`.
+            flow: likewise.
+            long: a line a number also where one metric was asked for.
+
+        Returns:
+            For one metric a line a step and a column a row of the profile (the paths of modules or parameters);
+            for all, and for "alerts", the columns of `columns`.
+
+        Raises:
+            FlowscopeError: the run has no such metric, or pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise FlowscopeError(
+                'to_pandas needs pandas, which is not installed: pip install "flowscope[pandas]".'
+            ) from None
+        from flowscope.frames import wide_of
+
+        if what is None or what == "alerts" or long:
+            return pandas.DataFrame(self.columns(what, flow))
+        steps, names, values = wide_of(self, what, flow)
+        named = names if names != [""] else [what]
+        return pandas.DataFrame(values, pandas.Index(steps, name="step"), named)
+
+    def to_csv(self, path: str | os.PathLike[str], what: str | None = None, flow: str | None = None) -> None:
+        """Write `columns` as a CSV file."""
+        from flowscope.frames import write_csv
+
+        columns = self.columns(what, flow)
+        with Path(path).open("w", encoding="utf-8", newline="") as file:
+            write_csv(columns, file)
 
 
 def few(names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from flowscope.model.view import ModelView
 from flowscope.observation.observation import Observation
 from flowscope.ranks.groups import is_first_process
 from flowscope.recorder import Recorder
-from flowscope.records import Alert, Record, RunHeader
+from flowscope.records import Alert, Alerts, Record, RunHeader
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import Run, Sink
 from flowscope.steps.backward_losses import BackwardLosses
@@ -40,6 +40,7 @@ OFF = "Nothing is watched: FLOWSCOPE_OFF=1."
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
 
 
+@arguments.spelled
 def watch(
     model: nn.Module,
     optimizer: Any = None,
@@ -50,6 +51,7 @@ def watch(
     sinks: Iterable[Sink] = (),
     flows: Sequence[str] | None = None,
     gates: Sequence[str] | str | None = None,
+    parameters: Sequence[str] | str | None = None,
     scaler: Any = None,
     instruments: Iterable[Instrument | type[Instrument]] | Instrument | type[Instrument] = (),
     detectors: Iterable[Detector | type[Detector]] | Detector | type[Detector] = (),
@@ -58,17 +60,23 @@ def watch(
 ) -> Scope:
     """Attach to a model and observe its training from the next step on. Never changes or stops the training.
 
+    A model that is watched already goes over to the new scope; the earlier one is closed, and that is said.
+
     Args:
         model: any module with parameters; attach before its first compiled call.
         optimizer: the optimizer, or a list in the order they step; its step hook marks the end of a step. Without one,
             the one that holds the model's parameters is found when it first steps; `scope.step()` is the fallback.
-        log_dir: folder for `flowscope.jsonl` and the TensorBoard files; None writes nothing.
+        log_dir: folder for `flowscope.jsonl` and the TensorBoard files; None writes nothing. One that holds another run
+            is left alone: NAME-2 beside it is taken, and said. It is the same run where `load_state_dict` was called,
+            or where its first record is of a later step than 0.
         every: sample step k when k < 10 or k % every == 0, or a pure function `step -> bool`.
         on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
         sinks: further objects with `write(event)` and `close()`.
         flows: module paths to use as the depth axis instead of the discovered ones (`flowscope.find_flows(model)`).
         gates: patterns of modules of the model whose outputs are gates in (0, 1), beside those that are found: modules
             that give a sigmoid something is multiplied by. The gates of wrapped blocks are seen without it.
+        parameters: patterns of the parameters to record ("blocks.*.attn.*"); one that begins with "!" leaves out
+            ("!embed.*"). The others are trained as ever, and nothing is said of them.
         scaler: the GradScaler, so that gradients are the true (unscaled) ones and a skipped step is a record.
         instruments: further kinds of numbers to record, classes or instances of `flowscope.instruments.Instrument` (a
             `PointStatistic` for a number per depth); `config={"instruments": {name: False}}` switches off one, also of
@@ -84,7 +92,7 @@ def watch(
         model cannot be read at all (which is logged once).
 
     Raises:
-        FlowscopeError: the model has no parameters or is watched already, or an argument is of the wrong kind.
+        FlowscopeError: the model has no parameters, or an argument is of the wrong kind or unknown.
     """
     scope = Scope()
     if is_off():
@@ -92,16 +100,19 @@ def watch(
 
     def attach() -> None:
         arguments.check_model(model)
+        callbacks = arguments.alert_callbacks(on_alert)
+        arguments.check_actions(callbacks, detectors, reference)
         scope._attach(
             model,
             WatchArguments(
                 optimizer=optimizer,
                 log_dir=arguments.folder(log_dir),
                 schedule=make_schedule(every),
-                callbacks=arguments.alert_callbacks(on_alert),
+                callbacks=callbacks,
                 sinks=arguments.named_sinks(sinks),
                 flows=arguments.flow_paths(flows),
                 gates=arguments.gate_patterns(gates),
+                parameters=arguments.parameter_patterns(parameters),
                 scaler=scaler,
                 instruments=arguments.listed(instruments),
                 detectors=[*arguments.own_detectors(detectors), *arguments.reference_detectors(reference)],
@@ -135,14 +146,15 @@ class Scope:
 
     def _attach(self, model: nn.Module, given: WatchArguments) -> None:
         """Observe the model from here on, as far as it can be read; else leave nothing behind."""
-        _check_watched(model)
         hooks = Hooks(self._faults)
         recorder = Recorder(given.config, self._faults, given.callbacks, given.detectors)
         try:
             # before any hook: an unwritable log_dir must leave the model untouched
             if writes := is_first_process():
                 recorder.outlet.open(given.log_dir, given.config, quiet=bool(given.callbacks))
-            driver = self._look_through(ModelView(model, given.flows, given.gates), given, hooks, recorder)
+            _replace(model)
+            view = ModelView(model, given.flows, given.gates, given.parameters)
+            driver = self._look_through(view, given, hooks, recorder)
             # a sink that says so sees the events of every rank, others write once a run
             recorder.outlet.sinks += [(f, s) for f, s in given.sinks if writes or getattr(s, "every_rank", False)]
             self._bind(recorder, given.callbacks)
@@ -244,10 +256,10 @@ class Scope:
     def alerts(self) -> list[Alert]:
         """The alerts so far, raised and resolved in order (bounded: `WatchConfig.max_alerts`)."""
         if self._recorder is None:
-            return []
+            return Alerts()
         if self._driver is not None:
             self._driver.readable()
-        return [*self._recorder.alerts]
+        return Alerts(self._recorder.alerts)
 
     @property
     @door(lambda scope: 0)
@@ -307,10 +319,16 @@ class Scope:
         """
         from flowscope.views.report import write_report
 
-        records, alerts = self.records, self.alerts
-        if not records:
+        run = self.run
+        if not run.records:
             raise FlowscopeError("scope.report(path): there is no record yet, expected a training step before it.")
-        return write_report(Run(self._header(), records, alerts), path)
+        return write_report(run, path)
+
+    @property
+    @door(lambda scope: Run())
+    def run(self) -> Run:
+        """The run so far as `flowscope.read_run` gives a recorded one: `scope.run.to_pandas("gain")`."""
+        return Run(self._header(), self.records, self.alerts)
 
     def _header(self) -> RunHeader:
         return self._recorder.covered() if self._recorder is not None else RunHeader(__version__, (), {})
@@ -334,11 +352,24 @@ class Scope:
             }
             if driver is not None:
                 driver.load_state_dict(self._loaded)
+                self.resumes()
         except (KeyError, TypeError, ValueError) as error:
             raise FlowscopeError(
                 f"scope.load_state_dict(state): got {state!r:.80} ({type(error).__name__}: {error}), expected what "
                 "scope.state_dict() returned."
             ) from None
+
+    @door()
+    def resumes(self) -> None:
+        """Say that the run in `log_dir` goes on here, as `load_state_dict` does; for trainers that resume."""
+        if self._recorder is not None:
+            self._recorder.outlet.continues = True
+
+    @property
+    @door(lambda scope: None)
+    def log_dir(self) -> Path | None:
+        """Where the files of this run are; None where none are written."""
+        return self._recorder.outlet.folder if self._recorder is not None else None
 
     @property
     def closed(self) -> bool:
@@ -410,13 +441,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def _check_watched(model: nn.Module) -> None:
+def _replace(model: nn.Module) -> None:
+    """Close the scope that watches the model already: a cell of a notebook that is run again."""
     scope = _WATCHED.get(model)
     if scope is not None and (live := scope()) is not None and not live._closed:
-        if live.automatic:
-            live.close()
-            return
-        raise FlowscopeError(
-            f"watch(model): this {type(model).__name__} is watched already. Call scope.close() on the "
-            "first scope, or use it."
-        )
+        if not live.automatic:
+            LOGGER.warning(
+                "flowscope: this %s was watched already; the earlier scope is closed, and the new one takes over.",
+                type(model).__name__,
+            )
+        live.close()

@@ -45,3 +45,10 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         return
     with contextlib.suppress(OSError, ValueError):
         print(paragraph(text), file=stream)
+
+
+def duration(seconds: float) -> str:
+    """A time in words: 8 h 02 min, 3 min 07 s, 12 s."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

@@ -79,7 +79,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         inner = getattr(optimizer, "optimizer", optimizer)
         known = inner if isinstance(inner, torch.optim.Optimizer) else None
         scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
-        scope = self._watch(model, known, self._ask_stop, scaler=scaler)
+        scope = self._watch(model, known, self._ask_stop, state.global_step, scaler=scaler)
         self._loss = None if is_off() else ModelLoss(model, scaler)
         self._await_batches(_own_loss)
         if self._passing is not None:

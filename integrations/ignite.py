@@ -60,6 +60,8 @@ def attach(
 
     options = {"scaler": getattr(engine.state, "scaler", None), **watch_options}
     scope = flowscope.watch(model, optimizer, **with_stop(options, stop, on_alert, stop_on))
+    if engine.state.iteration > 0:
+        scope.resumes()
     engine.add_event_handler(Events.ITERATION_COMPLETED, completed)
     engine.add_event_handler(Events.COMPLETED, scope.close)
     return scope

@@ -71,7 +71,7 @@ class FlowscopeCallback(TrainerWatch, Callback):
         # a scaler has multiplied the loss before `on_before_backward`
         self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
         options = {"scaler": self._options.get("scaler", scaler), "log_dir": self._find_log_dir(trainer)}
-        scope = self._watch(pl_module, trainer.optimizers or None, stop, **options)
+        scope = self._watch(pl_module, trainer.optimizers or None, stop, trainer.global_step, **options)
         if self._restored:
             scope.load_state_dict(self._restored)
             self._restored = None

@@ -6,6 +6,7 @@ step, with its checkpoints and reports; an exception out of its `optimizer.step(
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 import flowscope
-from flowscope.arguments import alert_callbacks, listed
+from flowscope.arguments import alert_callbacks, check_names, stop_kinds
 from flowscope.errors import StopTraining
 from flowscope.faults import is_off
 from flowscope.records import Alert, Event
@@ -56,17 +57,22 @@ class TrainerWatch:
         self._passing: Passing | None = None
         self._mode = mode
         self._options = {"log_dir": log_dir, "every": every, **watch_options}
-        self._on_alert, self._stop_on = alert_callbacks(on_alert), listed(stop_on)
+        check_names(watch_options, [*inspect.signature(flowscope.watch).parameters])
+        self._on_alert, self._stop_on = alert_callbacks(on_alert), _stop_kinds(stop_on, watch_options)
 
     def _wrap(self, model: nn.Module, **options: Any) -> None:
         """Wrap, if asked to and not done yet."""
         if self._mode is not None and not flowscope.is_wrapped(model):
             flowscope.wrap(model, mode=self._mode, **options)
 
-    def _watch(self, model: nn.Module, optimizer: Any, stop: AlertAction, **options: Any) -> flowscope.Scope:
+    def _watch(
+        self, model: nn.Module, optimizer: Any, stop: AlertAction, step: int = 0, **options: Any
+    ) -> flowscope.Scope:
         """Attach; `options` come before those that were given."""
         options = with_stop(self._options | options, stop, self._on_alert, self._stop_on)
-        self.scope = flowscope.watch(model, optimizer, **options)
+        again, self.scope = self.scope is not None, flowscope.watch(model, optimizer, **options)
+        if again or step > 0:
+            self.scope.resumes()
         return self.scope
 
     def _await_batches(self, loss: Loss, ready: Callable[[nn.Module], object] = lambda model: None) -> None:
@@ -136,5 +142,9 @@ def with_stop(
     return {
         **options,
         "on_alert": [_Translated(action, stop) for action in alert_callbacks(on_alert)],
-        "sinks": [*options.get("sinks", ()), StopSink(listed(stop_on), stop)],
+        "sinks": [*options.get("sinks", ()), StopSink(_stop_kinds(stop_on, options), stop)],
     }
+
+
+def _stop_kinds(stop_on: str | Iterable[str] | None, options: Mapping[str, Any]) -> list[str]:
+    return stop_kinds(stop_on, options.get("detectors"), options.get("reference"))

@@ -218,7 +218,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("call", [[], ["report"], ["compare", "a"], ["repotr", "a"], ["summary", "a", "--colour"]])
+@pytest.mark.parametrize("call", [[], ["report"], ["compare"], ["repotr", "a"], ["summary", "a", "--colour"]])
 def test_a_wrong_call_is_2_and_shows_the_usage(call: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(call)

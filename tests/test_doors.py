@@ -66,6 +66,9 @@ DOORS: dict[str, tuple[Callable[[Any, Path], Any], Any]] = {
     "report": (lambda scope, path: scope.report(path / "r.html").name, "r.html"),
     "state_dict": (lambda scope, path: sorted(scope.state_dict()), ["detectors", "samples", "step"]),
     "load_state_dict": (lambda scope, path: scope.load_state_dict({"step": 1, "samples": 1, "detectors": {}}), None),
+    "run": (lambda scope, path: len(scope.run.records), 1),
+    "resumes": (lambda scope, path: scope.resumes(), None),
+    "log_dir": (lambda scope, path: scope.log_dir, None),
     "closed": (lambda scope, path: scope.closed, False),
     "close": (lambda scope, path: scope.close(), None),
 }

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from PIL import Image
+from watch_models import Stack
 
+import flowscope
 from flowscope.notebook import ALERTS, FLOWS, HEIGHT, LEFT, TOP, WIDTH, profile_svg, record_html, scope_html
-from flowscope.records import Alert, FlowLayout, Record, RunHeader
+from flowscope.records import Alert, Alerts, FlowLayout, Record, Run, RunHeader
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&"
 VOID = {"meta", "br"}
@@ -171,3 +177,66 @@ def test_nothing_from_a_run_becomes_markup() -> None:
         assert not any(name.startswith("on") or name in ("src", "href") for _, found in page.tags for name in found)
         assert page.text().count("<img src=x onerror=alert(1)>") >= 4
         assert "http" not in text
+
+
+# -- what a prompt and a cell show ------------------------------------------------------------------------------------
+
+
+def long_run() -> Run:
+    records = [record(cosine_matrix=np.random.default_rng(0).random((40, 40))) for _ in range(30)]
+    return Run(RunHeader("1"), records, Alerts([alert("spike", 3), alert("spike", 9, "resolved"), alert("gone", 5)]))
+
+
+def test_what_a_prompt_shows_is_short() -> None:
+    run = long_run()
+    for shown in (run, run.records[0], run.header):
+        assert len(repr(shown)) < 120
+        assert "array" not in repr(shown)
+    assert repr(run) == "<Run: 30 records, steps 12 to 12, 3 alerts>"
+    assert repr(run.records[0]) == "<Record of step 12, loss 2.346: 3 metrics>"
+    assert repr(run.alerts).count("\n") == 2
+    assert repr(Alerts()) == "[]"
+    assert run.alerts == [*run.alerts]
+
+
+def test_alerts_are_a_table_with_a_line_an_incident() -> None:
+    page = Page(Alerts([alert(HOSTILE, 3), alert(HOSTILE, 9, "resolved"), alert("gone", 5)])._repr_html_())
+    cells = [words for tag, words in page.texts if tag == "td"]
+    assert cells[:5] == ["error", HOSTILE, "blocks.3", "3", "9"]
+    assert cells[7:12] == ["error", "gone", "blocks.3", "5", "stands"]
+    assert not page.all("img")
+    assert "no alert" in Page(Alerts()._repr_html_()).text()
+
+
+def test_plans_are_tables_in_a_notebook_and_text_at_a_prompt() -> None:
+    model = Stack(3)
+    for plan, heads in (
+        (flowscope.find_flows(model), ["flow", "kind", "modules", "first", "last"]),
+        (flowscope.find_sites(model), ["block", "site", "shape", "kind", "norm", "add in"]),
+    ):
+        page = Page(plan._repr_html_())
+        assert [words for tag, words in page.texts if tag == "th"] == heads
+        assert len(page.all("tr")) == len(plan) + 1
+        assert repr(plan) == str(plan)
+        assert all(head in repr(plan) for head in heads)
+
+
+def test_a_run_shows_its_last_profile_and_how_to_get_numbers() -> None:
+    page = Page(long_run()._repr_html_())
+    assert len(page.all("svg")) == 1
+    assert "run.to_pandas" in page.text()
+
+
+def test_a_figure_is_a_picture_where_pyplot_was_never_imported() -> None:
+    code = (
+        "import sys; from flowscope import plot, Record; import numpy as np\n"
+        "figure = plot.depth_profile(Record(0, 1.0, {'gradient_product': np.array([0.1, 1.0])}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "import pickle; pickle.loads(pickle.dumps(figure))\n"
+        "sys.stdout.buffer.write(figure._repr_png_())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout[:8] == b"\x89PNG\r\n\x1a\n"
+    image = Image.open(io.BytesIO(done.stdout))
+    assert image.width > 400
+    assert len(np.unique(np.asarray(image.convert("L")))) > 10  # something is drawn

@@ -21,6 +21,8 @@ THIRD_PARTIES = (
     "mlflow",
     "trackio",
     "prometheus_client",
+    "opentelemetry",
+    "pandas",
 )
 
 ANY = {"numpy", "pydantic", "pydantic_core", "scipy"}
@@ -43,16 +45,19 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.metrics", {"flowscope.errors", "flowscope.validation"}),
     ("flowscope.steps.phase", set()),
     ("flowscope.specs", {"flowscope.metrics"}),
-    # the notebook's view is imported where a notebook asks for it
+    # the notebook's view and the frames are imported where they are asked for
+    ("flowscope.frames", {"numpy", "flowscope.errors", "flowscope.records"}),
     (
         "flowscope.records",
-        ANY | {"flowscope.errors", "flowscope.metrics", "flowscope.notebook", "flowscope.validation"},
+        ANY
+        | {"pandas", "flowscope.errors", "flowscope.frames", "flowscope.metrics", "flowscope.notebook"}
+        | {"flowscope.validation"},
     ),
     ("flowscope.config", ANY | {"flowscope.errors"}),
     ("flowscope.sums.statistics", {"torch", "numpy"}),
     ("flowscope.sums", ANY | PLAIN | TORCH | {"flowscope.sums"}),
     ("flowscope.record_builder", ANY | {"flowscope.records"}),
-    ("flowscope.model", ANY | PLAIN | TORCH | {"flowscope.model"}),
+    ("flowscope.model", ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.notebook"}),
     ("flowscope.hooks", MEASURING),
     ("flowscope.instruments", MEASURING | {"flowscope.instruments"}),
     ("flowscope.observation", MEASURING | {"flowscope.instruments", "flowscope.observation"}),

@@ -12,10 +12,9 @@ A new built-in is one such class in the file of its family and one entry in `DET
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.activations import ActivationHeadroom
@@ -50,9 +49,9 @@ from flowscope.detectors.unreached import Unreached
 from flowscope.detectors.updates import OverClipped, UpdateTooLarge, UpdateTooSmall
 from flowscope.detectors.wiring import NoGradient, ParametersNotOptimized
 from flowscope.diagnosis import follows
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, nearest
 from flowscope.faults import Faults
-from flowscope.records import SERIOUS, Alert, Record, RunHeader
+from flowscope.records import SERIOUS, Alert, Record, RunHeader, Severity
 
 DETECTORS: tuple[type[Detector], ...] = (
     NonFinite,
@@ -298,16 +297,35 @@ def _check_kinds(own: Sequence[Detector], taken: set[str], config: WatchConfig) 
         taken.add(detector.kind)
     kinds = [detector.kind for detector in own]
     if unknown := Mute(config.mute).unknown(taken):
-        near = difflib.get_close_matches(unknown[0].partition(":")[0], sorted(taken), n=1)
+        near = nearest(unknown[0].partition(":")[0], sorted(taken)) or f" They are: {', '.join(sorted(taken))}."
         raise FlowscopeError(
-            f"watch(config=...): mute: got {', '.join(unknown)}, expected KIND or KIND:WHERE of kinds of alerts"
-            + (f"; the nearest is {near[0]!r}." if near else f": {', '.join(sorted(taken))}.")
+            f"watch(config=...): mute: got {', '.join(unknown)}, expected KIND or KIND:WHERE of kinds of alerts.{near}"
         )
     if unknown := sorted(set(config.limits) - set(kinds)):
         raise FlowscopeError(
             f"watch(config=...): limits: got {', '.join(unknown)}, expected kinds of detectors of your own "
             f"({', '.join(kinds) or 'there are none'})."
         )
+
+
+def check_asked(asked: str, given: Iterable[Any], own: Sequence[str] = ()) -> None:
+    """Refuse kinds and severities that no alert has: whoever waits for one would wait in silence.
+
+    Args:
+        asked: where they were given, for the message.
+        given: the kinds and severities.
+        own: the kinds of detectors from outside.
+
+    Raises:
+        FlowscopeError: one is unknown.
+    """
+    known = [*get_args(Severity), *dict.fromkeys([detector.kind for detector in DETECTORS]), *own]
+    for kind in given:
+        if kind not in known:
+            near = nearest(str(kind), known) or f" Known: {', '.join(known)}."
+            raise FlowscopeError(
+                f"{asked}: no alert is of kind or severity {kind!r}, so nothing would ever happen.{near}"
+            )
 
 
 def _said(finding: Finding) -> Said:
@@ -325,4 +343,5 @@ __all__ = [
     "Finding",
     "Level",
     "Limit",
+    "check_asked",
 ]

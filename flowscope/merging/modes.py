@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, nearest
 from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
 from flowscope.merging.gates import HighwayConnection, KeelConnection
 from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
@@ -63,7 +63,10 @@ def rule_of(mode: Any) -> Rule:
     for rule in MODES.values():
         if name in (rule.mode, *rule.aliases):
             return rule
-    raise FlowscopeError(f"wrap(mode=...): got {mode!r}, expected one of {', '.join(MODES)}, or a class of your own.")
+    raise FlowscopeError(
+        f"wrap(mode=...): got {mode!r}, expected one of {', '.join(MODES)}, or a class of your own."
+        f"{nearest(str(mode), MODES)}"
+    )
 
 
 def _own_name(rule: Any) -> str:
@@ -91,7 +94,7 @@ def parse_options(mode: str | Rule, **options: Any) -> ModeOptions:
     for option in options:
         if option not in known:
             owners = [other.mode for other in MODES.values() if option in other.Options.names()]
-            hint = f" {option} is an option of mode {', '.join(owners)}." if owners else ""
+            hint = f" {option} is an option of mode {', '.join(owners)}." if owners else nearest(option, known)
             raise FlowscopeError(f"wrap(mode={rule.mode!r}): unknown option {option!r}. {own}{hint}")
     try:
         return rule.Options(**options)

@@ -73,7 +73,8 @@ def wrap(
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in plan.refused[:5])
         raise FlowscopeError(
             f"wrap: no residual merge found in {type(inner).__name__}, nothing was changed. {reasons}. "
-            "See flowscope.find_sites(model, example_inputs)."
+            "wrap needs blocks that add their input to their output (x + f(x)); flowscope.watch(model) works without "
+            "them, and flowscope.find_sites(model, example_inputs) shows what was looked at."
         )
     plan, change = put_in(inner, plan, trial, rule, settings)
     try:
@@ -131,7 +132,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     inner = uncompiled(model)
     blocks = [module for module in inner.modules() if isinstance(module, WovenBlock)]
     if not blocks:
-        raise FlowscopeError("unwrap: the model is not wrapped.")
+        raise FlowscopeError(
+            "unwrap: the model is not wrapped, expected one that flowscope.wrap(model) was called with; "
+            "flowscope.is_wrapped(model) tells."
+        )
     found = [connection for _, connection in connections(inner)]
     trained = [block for block in blocks if is_trained(block)]
     lost = sum(p.numel() for c in found for p in c.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from flowscope.model.plan import display_path
 from flowscope.model.structure import is_norm
 from flowscope.model.tree import ModuleTree
 
+LAZY = -1
+"""In place of the number of a reading: some parameters have no shape yet, so that it is soon out of date."""
 GONE = nn.Module()
 """Stands for a module that is no longer in the model: its parameters are not seen."""
 
@@ -22,6 +26,10 @@ class ParameterList:
 
     A parameter keeps its number: those that come later stand behind the others.
 
+    Args:
+        tree: the modules of the model.
+        patterns: of the names of those to list, "!" before those to leave out; none for all.
+
     Attributes:
         names: by number, of all that were ever there.
         added: the names of those that came after attaching.
@@ -29,8 +37,8 @@ class ParameterList:
         matrices: the numbers of those with rows to compare.
     """
 
-    def __init__(self, tree: ModuleTree) -> None:
-        self._tree = tree
+    def __init__(self, tree: ModuleTree, patterns: Sequence[str] = ()) -> None:
+        self._tree, self._patterns = tree, patterns
         self._places: list[tuple[nn.Module, str]] = []
         self._ties: list[tuple[dict[str, Any], str, int]] = []
         """Further places of parameters: what holds one, under which key, and the parameter's number."""
@@ -59,7 +67,7 @@ class ParameterList:
 
     def follow(self) -> list[Tensor | None]:
         """The same, found again where modules were replaced, or a tied parameter is a tensor of its own by now."""
-        if self._tree.follow() != self._reads or self._lazy or self._untied():
+        if self._tree.follow() != self._reads or self._untied():
             self._find_again()
         return self.current()
 
@@ -89,7 +97,7 @@ class ParameterList:
             if path not in modules:
                 path = paths.get(id(held), path)
             self._paths[i], self._places[i] = (path, key), (modules.get(path, GONE), key)
-        known, lazy = len(self._paths), self._lazy
+        known, lazy = len(self._paths), self._reads == LAZY
         self._find()
         self.added += [] if lazy else self.names[known:]
 
@@ -97,11 +105,11 @@ class ParameterList:
         """Add what the model holds and is not known yet, behind what is known: numbers stay what they are."""
         self._index()
         seen = {id(parameter): i for i, parameter in enumerate(self.current()) if parameter is not None}
-        self._lazy, self._ties = False, []
+        lazy, self._ties = False, []
         for path, module in self._tree.modules:
             for key, parameter in module._parameters.items():
-                self._lazy = self._lazy or isinstance(parameter, nn.parameter.UninitializedParameter)
-                if parameter is None or not _floating(parameter):
+                lazy = lazy or isinstance(parameter, nn.parameter.UninitializedParameter)
+                if parameter is None or not _floating(parameter) or not self._wants(path, key):
                     continue
                 if id(parameter) not in seen:
                     seen[id(parameter)] = len(self._places)
@@ -113,7 +121,14 @@ class ParameterList:
         self._index()
         self.is_norm = np.array([float(is_norm(module)) for module, _ in self._places])
         self.matrices = [i for i, p in enumerate(self.current()) if p is not None and not self.is_norm[i] and rows(p)]
-        self._reads = self._tree.reads
+        self._reads = LAZY if lazy else self._tree.reads
+
+    def _wants(self, path: str, key: str) -> bool:
+        name = display_path(f"{path}.{key}" if path else key)
+        out = [pattern[1:] for pattern in self._patterns if pattern.startswith("!")]
+        into = [pattern for pattern in self._patterns if not pattern.startswith("!")]
+        matches = functools.partial(fnmatchcase, name)
+        return (not into or any(map(matches, into))) and not any(map(matches, out))
 
     def _index(self) -> None:
         self._slots = [module._parameters for module, _ in self._places], [key for _, key in self._places]

@@ -57,6 +57,30 @@ class Listing(Sequence[Item]):
     def items(self) -> tuple[Item, ...]:
         """What there is, in order."""
 
+    @abstractmethod
+    def tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """Caption -> the lines of a table, its head first."""
+
+    @abstractmethod
+    def remarks(self) -> list[str]:
+        """What stands below the tables."""
+
+    def __str__(self) -> str:
+        """The tables, then the remarks."""
+        lines: list[str] = []
+        for caption, rows in self.tables().items():
+            lines += [caption, *(f"  {line}" for line in aligned(rows))] if caption else aligned(rows)
+        return "\n".join([*lines, *self.remarks()])
+
+    def __repr__(self) -> str:
+        """The same: what a prompt or a cell shows is for people."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        from flowscope.notebook import tables_html
+
+        return tables_html(self.tables(), self.remarks())
+
     def __len__(self) -> int:
         """How many."""
         return len(self.items)
@@ -70,7 +94,7 @@ class Listing(Sequence[Item]):
         return self.items[index]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlowPlan(Listing[Flow]):
     """The flows `watch` would act on, the main one first, and notes on what was not taken and why."""
 
@@ -82,11 +106,14 @@ class FlowPlan(Listing[Flow]):
         """The flows, main one first."""
         return self.flows
 
-    def __str__(self) -> str:
-        """A table: name, kind, number of modules, first and last path; then the notes."""
+    def tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """One: name, kind, number of modules, first and last path."""
         rows = [
             (f.name, f.kind, str(len(f.outputs)), display_path(f.outputs[0]), display_path(f.outputs[-1]))
             for f in self.flows
         ]
-        lines = aligned([("flow", "kind", "modules", "first", "last"), *rows]) if rows else []
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return {"": [("flow", "kind", "modules", "first", "last"), *rows]} if rows else {}
+
+    def remarks(self) -> list[str]:
+        """The notes."""
+        return [f"note: {note}" for note in self.notes]

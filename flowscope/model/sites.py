@@ -33,7 +33,7 @@ from flowscope.model.example_inputs import (
 )
 from flowscope.model.flows import find_flows
 from flowscope.model.nested import nested_tensors
-from flowscope.model.plan import Listing, aligned
+from flowscope.model.plan import Listing
 from flowscope.model.tracing import TracedBlock, Traces, trace_block
 
 
@@ -85,7 +85,7 @@ class BlockSites:
         return all(site.rule.touch is not None for site in self.traced.sites)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SitePlan(Listing[Site]):
     """What `wrap` would act on, printable.
 
@@ -113,19 +113,18 @@ class SitePlan(Listing[Site]):
         """The sites."""
         return self.sites
 
-    def __str__(self) -> str:
-        """A table of sites by flow, then what cannot be wrapped and why."""
-        lines: list[str] = []
-        for flow in dict.fromkeys(site.flow for site in self.sites):
-            rows = [("block", "site", "shape", "kind", "norm", "add in")]
-            rows += [
-                (s.path, str(s.index), "x".join(map(str, s.shape)), s.kind, s.norm, s.module)
-                for s in self.sites
-                if s.flow == flow
-            ]
-            lines.append(f"flow {flow}: {len(rows) - 1} sites")
-            lines += [f"  {line}" for line in aligned(rows)]
-        lines += [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
+    def tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """One a flow."""
+        found: dict[str, list[tuple[str, ...]]] = {}
+        for site in self.sites:
+            cells = (site.path, str(site.index), "x".join(map(str, site.shape)), site.kind, site.norm, site.module)
+            found.setdefault(site.flow, []).append(cells)
+        head = ("block", "site", "shape", "kind", "norm", "add in")
+        return {f"flow {flow}: {len(rows)} sites": [head, *rows] for flow, rows in found.items()}
+
+    def remarks(self) -> list[str]:
+        """What cannot be wrapped and why, and how the rest was found."""
+        lines = [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
         counted = [block.path for block in self.blocks if not block.taggable]
         if counted:
             lines.append(
@@ -134,7 +133,7 @@ class SitePlan(Listing[Site]):
             )
         if not self.traced:
             lines.append("note: each block was run alone (no example_inputs); checked at the first forward.")
-        return "\n".join(lines) or "no merge sites"
+        return lines if lines or self.sites else ["no merge sites"]
 
 
 @dataclass

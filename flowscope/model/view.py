@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from flowscope.errors import FlowscopeError
+from flowscope.errors import FlowscopeError, nearest
 from flowscope.model.flows import plan_flows
 from flowscope.model.gates import GateCandidate, find_gates
 from flowscope.model.hyper_connections import KnownConnection, find_hyper_connections
@@ -39,6 +39,7 @@ class ModelView:
         model: the user's.
         flows: paths or patterns of the flows to use instead of the discovered ones, as in `find_flows`.
         gates: patterns of modules that are gates because the user says so.
+        parameters: patterns of the parameters to look at, "!" before those to leave out; none for all.
 
     Attributes:
         model: likewise.
@@ -46,11 +47,17 @@ class ModelView:
         stages: prefixes of the paths of what a solver evaluates, as was seen when it ran: evaluations are no chain.
     """
 
-    def __init__(self, model: nn.Module, flows: Sequence[str] | None = None, gates: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        flows: Sequence[str] | None = None,
+        gates: Sequence[str] = (),
+        parameters: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self.tree = ModuleTree(model)
         self.stages: set[str] = set()
-        self._flow_paths, self._gate_patterns = flows, gates
+        self._flow_paths, self._gate_patterns, self._parameters = flows, gates, parameters
 
     @property
     def modules(self) -> tuple[Named, ...]:
@@ -125,8 +132,20 @@ class ModelView:
 
     @cached_property
     def parameters(self) -> ParameterList:
-        """The parameters as they are now, by number and name."""
-        return ParameterList(self.tree)
+        """The parameters as they are now, by number and name.
+
+        Raises:
+            FlowscopeError: a pattern of the user's matches none.
+        """
+        names = [display_path(name) for name, _ in self.model.named_parameters()]
+        for pattern in self._parameters:
+            if not any(fnmatch.fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+                raise FlowscopeError(
+                    f"watch(parameters=...): {pattern!r} matches no parameter of {type(self.model).__name__}."
+                    f"{nearest(pattern, names)} Expected names as in model.named_parameters(), where * matches "
+                    "anything and a leading ! leaves out."
+                )
+        return ParameterList(self.tree, self._parameters)
 
     @cached_property
     def devices(self) -> set[torch.device]:

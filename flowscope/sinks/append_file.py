@@ -47,9 +47,9 @@ class AppendFile:
         except (OSError, ValueError) as error:
             self.close()
             raise FlowscopeError(
-                f"log_dir {os.fspath(folder)!r}: cannot write {name} there "
-                f"({getattr(error, 'strerror', None) or error}); expected a folder that exists or can be created, with "
-                "write permission and space left. Pass another one: flowscope.watch(model, log_dir=...)."
+                f"log_dir {os.fspath(folder)!r}: cannot write {name} there ({_why(self.path.parent, error)}); expected "
+                "a folder that exists or can be created, with write permission and space left. Pass another one: "
+                "flowscope.watch(model, log_dir=...)."
             ) from error
 
     def _open(self) -> None:
@@ -136,3 +136,13 @@ class AppendFile:
             os.lseek(handle, size - 1, os.SEEK_SET)
             if os.read(handle, 1) != b"\n":
                 os.write(handle, b"\n")
+
+
+def _why(folder: Path, error: Exception) -> str:
+    """The reason in words; "no such file" of a folder that should be made means that its parent takes none."""
+    parent = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    if isinstance(error, FileNotFoundError) and parent != folder:
+        return f"no folder can be made in {parent}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return f"{parent} is a file, not a folder"
+    return getattr(error, "strerror", None) or str(error)
