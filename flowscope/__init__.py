@@ -10,6 +10,7 @@
     wrap, unwrap        put gates or hyper-connections around the sub-layers of a model, in place; and take them off
     is_wrapped          whether a model is wrapped; connections(model) lists (path, connection)
     bisect              where two recorded runs part: step, phase and place
+    compare_connections which connection helps a model: short trainings side by side
     check               try a model on a few batches: facts that no limit can tell
     find_flows          what watch would use as the depth axis, printable
     find_sites          what wrap would replace, printable
@@ -40,6 +41,8 @@ from flowscope.errors import FlowscopeError, StopTraining, nearest
 _moved.install()
 
 if TYPE_CHECKING:
+    from flowscope.comparing.connections_compared import compare_connections
+    from flowscope.comparing.verdict import ConnectionComparison
     from flowscope.config import WatchConfig
     from flowscope.extras.skipping import skip_by_gates
     from flowscope.jacobian.spectrum import jacobian_spectrum
@@ -68,6 +71,8 @@ _NAMES = {
     "flowscope.records": ("Record", "Alert", "Run"),
     "flowscope.sinks.reading": ("read_run",),
     "flowscope.parting.bisection": ("bisect", "Parting"),
+    "flowscope.comparing.connections_compared": ("compare_connections",),
+    "flowscope.comparing.verdict": ("ConnectionComparison",),
     "flowscope.trials.sitting": ("check",),
     "flowscope.trials.findings": ("CheckReport",),
 }
@@ -82,6 +87,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "Alert",
     "CheckReport",
+    "ConnectionComparison",
     "FlowscopeError",
     "GateProfile",
     "Parting",
@@ -94,6 +100,7 @@ __all__ = [
     "bisect",
     "check",
     "clip_grad_norm_",
+    "compare_connections",
     "connections",
     "find_flows",
     "find_sites",

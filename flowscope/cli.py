@@ -9,6 +9,7 @@
     flowscope diagnose RUN                          judge its records again, with other limits if asked
     flowscope run train.py [ARGS...]                run an unmodified training script and watch its models
     flowscope check train.py [ARGS...]              try what a script trains: facts, within a minute
+    flowscope try train.py [ARGS...]                train its model with one connection after the other: which helps
     flowscope golden check RUN REFERENCE            whether a run stays with a group of good ones (add, list: make one)
     flowscope live RUN                              follow a run in this terminal while it trains in another
 
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from flowscope._version import __version__
+from flowscope.comparing.try_command import add_parser as add_try
 from flowscope.config import WatchConfig, make_config
 from flowscope.detectors import DETECTORS, Detector, check_asked
 from flowscope.detectors.coverage import Mute
@@ -173,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     trying.set_defaults(command=_check)
 
     add_golden(commands)
+    add_try(commands)
 
     words = "follow a run in this terminal while it trains in another; Ctrl-C ends"
     commands.add_parser("live", parents=reading, help=words).set_defaults(command=_live)

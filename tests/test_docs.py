@@ -33,6 +33,7 @@ DOCUMENTS = (
     "docs/panels.md",
     "docs/wrapping.md",
     "docs/which-connection.md",
+    "docs/compare-connections.md",
     "docs/claims.md",
     "docs/flows.md",
     "docs/from-the-articles.md",
