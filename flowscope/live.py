@@ -13,9 +13,10 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, TextIO
 
+from flowscope.backdrop import LOSS, read
 from flowscope.errors import FlowscopeError
 from flowscope.records import Event, Record, RunHeader
-from flowscope.sinks.console import ConsoleSink, is_terminal, sparkline
+from flowscope.sinks.console import ConsoleSink, is_terminal, sparklines
 from flowscope.sinks.memory import MemorySink
 from flowscope.sinks.reading import UNREADABLE, Lines, decode_event, file_of
 from flowscope.summary import summarize
@@ -100,11 +101,19 @@ class LiveView(MemorySink):
     """What the live view says, from the last events it was given by `write`."""
 
     def text(self, columns: int) -> str:
-        """The summary, and the losses of the records kept as a sparkline that fits the width."""
+        """The summary, and the losses of the records kept as a sparkline that fits the width, the reference's below."""
         header = self.header or RunHeader()
         lines = [summarize(header, list(self.records), list(self.alerts), {}, "waiting for the first step")]
-        losses = [record.loss for record in self.records if record.loss is not None]
+        losses = {record.step: record.loss for record in self.records if record.loss is not None}
         if losses:
-            bars = sparkline(losses, min(60, max(8, columns - 30)), log=False)
-            lines.append(f"  loss {bars} {losses[0]:.4g} to {losses[-1]:.4g}")
+            curves = {"loss": [*losses.values()]}
+            backdrop = read(header.behind)
+            if backdrop is not None and LOSS in backdrop.curves:
+                at = [backdrop.curves[LOSS].at(step)[1] for step in losses]
+                curves[backdrop.words] = [float(lines[len(lines) // 2, 0]) for lines in at]
+            width, named = min(60, max(8, columns - 30)), max(map(len, curves))
+            for (name, values), bars in zip(
+                curves.items(), sparklines([*curves.values()], width, log=False), strict=True
+            ):
+                lines.append(f"  {name:<{named}} {bars} {values[0]:.4g} to {values[-1]:.4g}")
         return "\n".join(lines)

@@ -164,7 +164,8 @@ class Recorder:
         self.detectors = DetectorSet(config, further=detectors, faults=faults)
         shown_by = self.detectors.shown_by
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
-        told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes}
+        behind = {entry: said for d in self.detectors.detectors for entry, said in d.behind.items()}
+        told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes, "behind": behind}
         self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment(), **told)
         self.outlet = Outlet(faults)
         self.stop: StopTraining | None = None

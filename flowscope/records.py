@@ -96,6 +96,7 @@ class RunHeader:
         setup: how the run is set up (flowscope/instruments/set_up.py): what `flowscope.bisect` and `flowscope compare`
             begin with; {} before the first record and in runs of 0.1.
         extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
+        behind: what is drawn behind the run (flowscope/backdrop.py); {} without a reference.
     """
 
     version: str = "?"
@@ -108,6 +109,7 @@ class RunHeader:
     extremes: Mapping[str, str] = field(default_factory=dict)
     coverage: str = ""
     setup: Annotated[Mapping[str, Any], fitting(_SetUp)] = field(default_factory=dict)
+    behind: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Short: version, flows and number of metrics."""
@@ -138,6 +140,10 @@ class RunHeader:
                 metric = Metric.from_json(told)
                 metrics[metric.name] = metric
         return as_far_as_it_fits(cls, {**data, "metrics": metrics})
+
+
+OWN_LOSS = "the loss is this rank's own"
+"""The note of a record whose loss was not averaged over the ranks: the last of a run."""
 
 
 @dataclass(frozen=True)

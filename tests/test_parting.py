@@ -23,7 +23,8 @@ from flowscope.cli import main
 from flowscope.errors import FlowscopeError
 from flowscope.instruments.nudge import moved
 from flowscope.parting.distances import distance, update_distance
-from flowscope.parting.rounding import FACTOR
+from flowscope.parting.looks import Look
+from flowscope.parting.rounding import FACTOR, Rounding
 from flowscope.sinks import read_run
 from flowscope.sums.fingerprints import fingerprints, row_fingerprints, signs
 
@@ -70,6 +71,7 @@ def test_a_fault_is_told_at_its_step_phase_and_place(name: str, record: Callable
     "name",
     [
         "the same convnet, seed 1",
+        "two threads, seed 3",
         "reentrant checkpoints, seed 0",
         "compiled by aot_eager, seed 0",
         "renamed blocks, seed 0",
@@ -83,6 +85,17 @@ def test_equal_runs_part_nowhere(name: str, record: Callable[..., Path]) -> None
     assert (found.step, found.phase, found.where) == (None, None, ""), found
     assert found.message.startswith("equal ")
     assert found.compared == pair.good.steps
+
+
+def test_two_ranks_of_fsdp_beside_one_process(record: Callable[..., Path]) -> None:
+    """Half of the batch and of each parameter on each: equal up to rounding; a parameter left out is found."""
+    good, same = recorded(BY_NAME["FSDP on two ranks, seed 0"], record)
+    found = flowscope.bisect(good, same)
+    assert (found.step, found.phase) == (None, None), found
+    assert "processes: 1 -> 2" in found.differs
+    bad = record("left out", BY_NAME["FSDP, parameter left out"].bad)
+    found = flowscope.bisect(good, bad)
+    assert (found.step, found.phase, found.where) == (0, "backward", "blocks.1.up.weight"), found
 
 
 def test_the_message_says_what_it_means(record: Callable[..., Path]) -> None:
@@ -346,6 +359,19 @@ def test_a_nudge_is_one_ulp_either_way(dtype: torch.dtype) -> None:
     assert 150 < int((y > x).sum()) < 350
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_an_update_is_known_no_better_than_its_weights_and_its_gradient() -> None:
+    sizes = {(3, "update"): {"w": 1e-7}, (3, "backward"): {"w": 1e-8}}
+    rounding = Rounding(1, sizes)  # of one run in fp32: one ulp is 1.2e-7
+    small = Look("update", "w", 1.0, size=1e-3, kind="parameters")
+    large = Look("update", "w", 1.0, size=np.inf, kind="parameters")
+    # weights that are a thousand times larger than the update are rounded to 1.2e-4 of it
+    assert rounding.limit(3, small, since=0) == pytest.approx(8 * 1.2e-4, rel=0.01)
+    assert rounding.limit(3, small, since=None) == rounding.limit(3, small, since=0)
+    # half an ulp is the least that is known of a gradient; its root is the share of entries that go either way
+    assert rounding.limit(3, large, since=0) == pytest.approx((10 * 2.0**-24) ** 0.5)
+    assert rounding.limit(3, large, since=None) == pytest.approx(8 * 2.0**-23)
 
 
 def test_nudged_runs_differ_by_rounding_alone(record: Callable[..., Path]) -> None:

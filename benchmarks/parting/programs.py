@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import flowscope
+from benchmarks.parting.sharded import on_two_ranks, own_part, sharded
 
 VOCABULARY, TOKENS, WIDTH, HEADS, BATCH = 29, 17, 32, 4, 6
 
@@ -26,6 +28,8 @@ class Knobs:
         at: the block that the fault is in.
         since: the step from which on it acts.
         fault: its name, "" for none; the rest says how the run is made.
+        kernels: the attention kernels allowed; () for all.
+        ranks: processes, each with a part of the batch and of every parameter.
     """
 
     fault: str = ""
@@ -46,6 +50,8 @@ class Knobs:
     steps: int = 6
     fused_projections: bool = True
     prefix: str = "blocks"
+    kernels: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 class WrongBackward(torch.autograd.Function):
@@ -211,14 +217,25 @@ def optimizer_for(model: nn.Module, knobs: Knobs) -> torch.optim.Optimizer:
 
 def train(folder: Path, knobs: Knobs, kind: Callable[[Knobs], nn.Module] = Decoder, **watching: Any) -> None:
     """Train as the knobs say, and record it."""
+    if knobs.ranks > 1:
+        on_two_ranks(_train, folder, knobs, kind, watching)
+        return
+    kernels = [getattr(SDPBackend, name) for name in knobs.kernels]
+    with sdpa_kernel(kernels) if kernels else nullcontext():
+        _train(folder, knobs, kind, watching)
+
+
+def _train(folder: Path, knobs: Knobs, kind: Callable[[Knobs], nn.Module], watching: dict[str, Any]) -> None:
     torch.set_num_threads(knobs.threads)
     torch.manual_seed(knobs.seed)
     model = built(kind, knobs)
+    if knobs.ranks > 1:
+        sharded(model, knobs.fault, knobs.at)
     optimizer = optimizer_for(model, knobs)
     if knobs.fault == "reseeded":
         torch.manual_seed(100 + knobs.at)
-    config = {"console": "off", **watching.pop("config", {})}
-    with flowscope.watch(model, optimizer, log_dir=folder, config=config, **watching) as scope:
+    told = {**watching, "config": {"console": "off", **watching.get("config", {})}}
+    with flowscope.watch(model, optimizer, log_dir=folder, **told) as scope:
         if knobs.compiled:
             torch.compiler.reset()
             model.compile(backend=knobs.compiled)
@@ -252,11 +269,15 @@ def gradients(model: Any, optimizer: torch.optim.Optimizer, step: int, knobs: Kn
     if fault != "gradients not zeroed":
         optimizer.zero_grad()
     x, y = (sentences if isinstance(model, Decoder) else pictures)(step, knobs)
+    if knobs.ranks > 1:
+        x, y = own_part(x, fault), own_part(y, fault)
     total = torch.zeros(())
     for part, target in zip(x.chunk(knobs.micro_batches), y.chunk(knobs.micro_batches), strict=True):
         with torch.autocast("cpu", torch.bfloat16) if fault == "autocast" else nullcontext():
             loss = loss_of(model, part, target, knobs)
         total = total + loss.detach() / knobs.micro_batches
+        if fault == "gradients summed":  # as if the ranks' were not averaged
+            loss = loss * knobs.ranks
         (loss if fault == "not divided" else loss / knobs.micro_batches).backward()
     if fault == "clipped":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -11,11 +11,10 @@ from functools import reduce
 
 import numpy as np
 
+from flowscope.backdrop import LOSS
 from flowscope.metrics import Metric, spec_of
 from flowscope.records import Array, Record
 
-LOSS = "loss"
-"""The key of `Record.loss` among the curves."""
 PHASES = ("state", "forward", "output", "loss", "backward")
 """What a step goes through: weights and settings, hidden states, the answer, the loss, gradients and updates."""
 MOST_STEPS, MOST_ROWS = 128, 64

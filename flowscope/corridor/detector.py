@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from flowscope.config import WatchConfig
 from flowscope.corridor import golden
+from flowscope.corridor.behind import of_stacks
 from flowscope.corridor.departure import RATE
 from flowscope.corridor.group import Corridor, read_group, runs_below
 from flowscope.detectors.detector import Detector, Finding
@@ -36,6 +37,11 @@ class PartedFromGroup(Detector):
     def name(self) -> str:
         """Beside the detector that compares with one run."""
         return "parted_from_group"
+
+    @property
+    def behind(self) -> Mapping[str, Any]:
+        """The good runs, as a band."""
+        return of_stacks(Path(self.corridor.name).name, [*self.corridor.stacks.values()])
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run; once parted it stays so."""

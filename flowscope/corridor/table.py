@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from flowscope.corridor.curves import LOSS, Stack, joined_rows, logs_of
+from flowscope.backdrop import LOSS
+from flowscope.corridor.curves import Stack, joined_rows, logs_of
 from flowscope.corridor.tournament import WINDOWS, Judge
 from flowscope.records import Array, Record
 

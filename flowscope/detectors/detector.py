@@ -124,6 +124,11 @@ class Detector(ABC):
         """What its state and its alerts are kept under: its kind; a second detector of a kind has its own."""
         return self.kind
 
+    @property
+    def behind(self) -> Mapping[str, Any]:
+        """What is to be drawn behind the run (flowscope/backdrop.py): what it is compared with."""
+        return {}
+
     @abstractmethod
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """The findings of this record; a condition that is not mentioned is clean."""

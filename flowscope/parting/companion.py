@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from flowscope.config import WatchConfig
+from flowscope.corridor.behind import of_run
 from flowscope.detectors.detector import Detector, Finding
 from flowscope.errors import FlowscopeError
 from flowscope.parting.bisection import Search, beside, set_up
@@ -37,12 +38,18 @@ class PartedFromRun(Detector):
         self._header = run.header or RunHeader()
         self._good = {record.step: record for record in run.records}
         self._search = Search(measured(run, list(beside(good))))
+        self._behind = of_run(Path(good).name, run)
         self._began = False
 
     @property
     def name(self) -> str:
         """Beside the detector that compares with a group."""
         return "parted_from_run"
+
+    @property
+    def behind(self) -> Mapping[str, Any]:
+        """The good run, as a line."""
+        return self._behind
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding for the run."""

@@ -56,8 +56,8 @@ def update_distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> float:
 
 
 def update_size(weights: tuple[Array, Array]) -> float:
-    """|dw| / |w|, estimated; NaN for weights that are zero."""
+    """|dw| / |w|, estimated; infinite for weights that are zero: there it is not rounded after it."""
     before, after = weights
     if not before[SQUARES] > 0:
-        return float("nan")
+        return float("inf")
     return float(np.sqrt(np.mean((after[SQUARES + 1 :] - before[SQUARES + 1 :]) ** 2) / before[SQUARES]))

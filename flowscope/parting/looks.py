@@ -14,7 +14,7 @@ import numpy as np
 
 from flowscope.parting.distances import CHECKSUM, distance, update_distance, update_size
 from flowscope.parting.matching import depth_pairs, flow_pairs, parameter_pairs, parameters_of
-from flowscope.records import Array, FlowLayout, Record, RunHeader, metric_key
+from flowscope.records import OWN_LOSS, Array, FlowLayout, Record, RunHeader, metric_key
 
 Phase = Literal["setup", "input", "forward", "loss", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("input", "forward", "loss", "backward", "update")
@@ -168,9 +168,10 @@ def _seen(found: tuple[Array, Array], i: int, j: int) -> bool:
 
 
 def loss(sides: Sides) -> Iterator[Look]:
-    """The loss, where both runs were told it."""
+    """The loss, where both runs were told it; one rank's own is none of another world's."""
     first, second = (record.loss for record in sides.records)
-    if first is not None and second is not None:
+    owned = [OWN_LOSS in record.notes for record in sides.records]
+    if first is not None and second is not None and owned[0] == owned[1]:
         gap = abs(first - second)
         # nine digits are written; neighbours in fp32 lie 6e-8 apart
         same = gap <= 1e-8 * abs(first) or (np.isnan(first) and np.isnan(second))

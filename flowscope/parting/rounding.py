@@ -25,7 +25,7 @@ ADAM = 0.02
 GROWTH = 3.0
 """And so many times more with each step."""
 OWN = 8.0
-"""An update made of equal gradients and weights: so many ulps of its own arithmetic."""
+"""An update may differ by so many ulps of its own arithmetic and of the weights it is added to."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 REORDERS = {
     "device": "another device",
@@ -34,6 +34,7 @@ REORDERS = {
     "threads": "another number of threads",
     "deterministic": "other algorithms allowed",
     "matmul_precision": "another precision of matrix products",
+    "attention_kernels": "other attention kernels allowed",
     "processes": "another number of processes",
     "sharded": "parameters sharded otherwise",
     "compiled": "compiled",
@@ -98,14 +99,28 @@ class Rounding:
             look: at which place.
             since: the step at which bits first differed; None: all before this place was equal to the last bit.
         """
-        if look.phase == "update" and since is None:
-            return OWN * self.epsilon * (1 + 1 / max(look.size, self.epsilon))
-        known = self.sizes.get((step, look.phase), {})
-        if known:
-            typical = float(np.median([*known.values()]))
-            return FACTOR * max(known.get(look.where, typical), typical, self.epsilon / 2)
+        own = 0.0
+        if look.phase == "update":
+            # weights are rounded after it, however well the size of the update itself is known
+            own = OWN * self.epsilon * (1 + 1 / max(look.size, self.epsilon))
+            if since is None:
+                return own
+        if (known := self._known(step, look.phase, look.where)) is not None:
+            if look.phase == "update" and (gradient := self._known(step, "backward", look.where)) is not None:
+                # entries of a gradient smaller than its rounding go either way where an optimizer divides by their
+                # size: a share of them that is as large as the rounding, and so the root of it in the norm
+                own = max(own, gradient**0.5)
+            return max(own, known)
         assumed = ADAM if look.phase == "update" else ASSUMED * self.epsilon
-        return min(0.5, float(assumed * GROWTH ** (step - (step if since is None else since))))
+        return max(own, min(0.5, float(assumed * GROWTH ** (step - (step if since is None else since)))))
+
+    def _known(self, step: int, phase: Phase, where: str) -> float | None:
+        """What was measured there and how far that may be off, None where nothing was."""
+        known = self.sizes.get((step, phase), {})
+        if not known:
+            return None
+        typical = float(np.median([*known.values()]))
+        return FACTOR * max(known.get(where, typical), typical, self.epsilon / 2)
 
 
 def measured(good: Run, others: Sequence[Run]) -> Rounding:

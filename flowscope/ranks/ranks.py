@@ -34,7 +34,7 @@ from flowscope.observation.observation import Observation
 from flowscope.ranks.all_reduce import Agreement, Exchange
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
-from flowscope.records import Array, Record
+from flowscope.records import OWN_LOSS, Array, Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
 from flowscope.steps.losses import StepLoss
@@ -211,7 +211,7 @@ class Ranks:
                 elif ended.loss.shared:
                     ended.loss.take_ranks()
                 elif ended.snapshot is not None and ended.record is not None:
-                    ended.record.notes = (*ended.record.notes, "the loss is this rank's own")
+                    ended.record.notes = (*ended.record.notes, OWN_LOSS)
         self._local.keep(self.others.group)
         self._sent, self._since = [], []
 

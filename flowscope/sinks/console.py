@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flowscope.backdrop import LOSS, Backdrop, Behind, read
 from flowscope.diagnosis import folded
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Event, Record, RunHeader
@@ -46,12 +47,15 @@ class ConsoleSink:
         self._stream = stream
         self._records = records
         self._closed = False
+        self._behind: Backdrop | None = None
 
     def write(self, event: Event) -> None:
         """Print the event: a line at most for a header or record."""
         stream = self._stream if self._stream is not None else sys.stdout
         if self._closed or stream is None:  # a process without a terminal (pythonw) has no stdout
             return
+        if isinstance(event, RunHeader):
+            self._behind = read(event.behind)
         terminal, bar = is_terminal(stream), _progress_bar()
         if not isinstance(event, Alert) and (not self._records or (terminal and bar is not None)):
             return
@@ -66,8 +70,7 @@ class ConsoleSink:
         """Stop printing; the stream stays open, it is not ours."""
         self._closed = True
 
-    @staticmethod
-    def _line(event: Event, stream: TextIO, terminal: bool) -> str:
+    def _line(self, event: Event, stream: TextIO, terminal: bool) -> str:
         ascii_only = not can_encode(stream)
         if isinstance(event, Alert):
             line = folded(event)
@@ -75,7 +78,7 @@ class ConsoleSink:
             line = _header_line(event)
         else:
             columns = shutil.get_terminal_size().columns if terminal else None
-            line = record_line(event, ascii_only=ascii_only, columns=columns)
+            line = record_line(event, ascii_only=ascii_only, columns=columns, behind=self._behind)
         if ascii_only:
             encoding = getattr(stream, "encoding", None) or "ascii"
             line = line.encode(encoding, "replace").decode(encoding)
@@ -127,23 +130,42 @@ def can_encode(stream: TextIO) -> bool:
     return True
 
 
-def record_line(record: Record, *, ascii_only: bool = False, columns: int | None = None) -> str:
+def record_line(
+    record: Record, *, ascii_only: bool = False, columns: int | None = None, behind: Backdrop | None = None
+) -> str:
     """One line: step, loss, log10 of the least gradient product and its place, sparkline of the gradient product.
 
     Args:
         record: the record.
         ascii_only: use only ASCII in the sparkline.
         columns: make the sparkline, of at least 8 characters, so narrow that the line fits this width.
+        behind: the reference: its loss stands beside, and its sparkline (of several runs their median's) on one scale.
     """
     parts = [f"step {record.step:>6}", "loss         -" if record.loss is None else f"loss {record.loss:>9.4g}"]
     flags = [f"[{flag}]" for flag in record.flags]
+    curves = behind.curves if behind is not None else {}
+    if record.loss is not None and LOSS in curves:
+        parts[-1] += f" ({_reference_loss(curves[LOSS], record.step)})"
     if "gradient_product" in record:
         product = record["gradient_product"]
+        profiles = [product]
+        if "gradient_product" in curves:
+            lines = curves["gradient_product"].at(record.step)[1]
+            profiles.append(lines[len(lines) // 2])
         parts.append(_least(product, record.labels("gradient_product")))
         # one column is left free: a full last line makes some terminals break it
         rest = WIDTH if columns is None else columns - 1 - len("  ".join([*parts, "", *flags]))
-        parts.append(sparkline(product, min(WIDTH, max(8, rest)), ascii_only=ascii_only))
+        width = min(WIDTH, max(8, (rest - len("  reference ")) // 2 if len(profiles) > 1 else rest))
+        drawn = sparklines(profiles, width, ascii_only=ascii_only)
+        parts += [drawn[0], *(f"reference {bars}" for bars in drawn[1:])]
     return "  ".join([*parts, *flags])
+
+
+def _reference_loss(curve: Behind, step: int) -> str:
+    """What the reference had there, or at the nearest step that is kept."""
+    near, lines = curve.at(step)
+    ends = " to ".join(f"{value:.4g}" for value in dict.fromkeys((lines[0, 0], lines[-1, 0])))
+    return f"reference {ends}" + (f" at step {near}" if near != step else "")
 
 
 def _least(product: NDArray[np.float64], labels: list[str]) -> str:
@@ -175,12 +197,24 @@ def sparkline(values: ArrayLike, width: int = WIDTH, log: bool = True, *, ascii_
     Returns:
         At most `width` characters, one a value or bin; a dot where nothing was seen.
     """
-    profile = np.asarray(values, dtype=np.float64).reshape(-1)
-    profile = bin_means(log10(profile) if log else profile, width)
-    low, high = _scale(profile, log)
+    (bars,) = sparklines([values], width, log, ascii_only=ascii_only)
+    return bars
+
+
+def sparklines(
+    profiles: Sequence[ArrayLike], width: int = WIDTH, log: bool = True, *, ascii_only: bool = False
+) -> list[str]:
+    """Several profiles as `sparkline` draws them, on one scale."""
+    flat = [np.asarray(values, dtype=np.float64).reshape(-1) for values in profiles]
+    drawn = [bin_means(log10(profile) if log else profile, width) for profile in flat]
+    low, high = _scale(np.concatenate(drawn), log)
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     dot = " " if ascii_only else _NOT_SEEN
-    return "".join(dot if np.isnan(v) else levels[round(_share(v, low, high) * (len(levels) - 1))] for v in profile)
+
+    def mark(value: float) -> str:
+        return dot if np.isnan(value) else levels[round(_share(value, low, high) * (len(levels) - 1))]
+
+    return ["".join(map(mark, profile)) for profile in drawn]
 
 
 def _share(value: float, low: float, high: float) -> float:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from flowscope.backdrop import LOSS, read
 from flowscope.diagnosis import RANK, Incident, most_serious, paired, story
 from flowscope.metrics import Metric, spec_of, told_by_0_1
 from flowscope.records import Alert, Array, RunHeader, metric_key, split_key
 from flowscope.views.room import Room
-from flowscope.views.series import strict
+from flowscope.views.series import behind_payload, strict
 
 DRAWN_BY = ("view", "scale", "shape", "band", "bounds", "fitted", "limits", "per_flow", "opens")
 SHOWN = ("formula", "unit", "source")
@@ -80,10 +81,20 @@ def _run_payload(run: RunView, room: Room) -> dict[str, Any]:
             *_left_out("metrics", len(keys), len(run.labels)),
         ],
         "differs": list(run.differs),
+        "behind": _behind(header),
         "config": strict(header.config) if header else {},
         "environment": strict(header.environment) if header else {},
         "stamp": run.stamp,
     }
+
+
+def _behind(header: RunHeader | None) -> dict[str, Any] | None:
+    """What the reference is called, and its loss; None without one."""
+    backdrop = read(header.behind) if header is not None else None
+    if backdrop is None:
+        return None
+    loss = backdrop.curves.get(LOSS)
+    return {"name": backdrop.words, "loss": loss and behind_payload(loss)}
 
 
 def present(spec: Metric, key: str, rows: int, first_flow: str) -> dict[str, Any]:

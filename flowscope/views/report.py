@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flowscope.backdrop import read
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
 from flowscope.parting.differences import differences
@@ -33,6 +34,8 @@ from flowscope.views.series import (
 
 MOST_BYTES = 5_000_000
 MATRIX_RECORDS = 12
+LEAST_CELLS = 90_000
+"""A page with less room leaves out what is drawn behind the runs."""
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 """The page may run what stands in it and load nothing, not even by mistake."""
@@ -116,6 +119,10 @@ def report_payload(runs: Mapping[str, Run], title: str, room: Room | None = None
         for name, run in runs.items()
     ]
     series = {name: dict(islice(found.items(), room.keys)) for name, found in series.items()}
+    if room.cells < LEAST_CELLS:
+        series = {
+            name: {key: replace(one, behind=None) for key, one in found.items()} for name, found in series.items()
+        }
     profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
     columns, rows = _fit(profiles, room)
     keep = {name: [alert.step for alert in run.alerts[: room.alerts]] for name, run in runs.items()}
@@ -147,7 +154,9 @@ def _all_series(run: Run) -> dict[str, Series]:
     order = {key: i for i, key in enumerate(labels)}
     keys = sorted(points, key=lambda key: order.get(key, len(order)))
     found = {key: make_series(key, points[key][::-1], rows[key], log=spec_of(key, specs).is_log) for key in keys}
-    return {key: replace(series, dropped=series.dropped + older[key]) for key, series in found.items()}
+    backdrop = read(header.behind)
+    curves = backdrop.curves if backdrop is not None else {}
+    return {key: replace(s, dropped=s.dropped + older[key], behind=curves.get(key)) for key, s in found.items()}
 
 
 def _view(name: str, run: Run, series: Mapping[str, Series]) -> RunView:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flowscope.backdrop import Behind
 from flowscope.records import Array, row_names, strict_json
 
 COLUMNS = 320
@@ -38,6 +39,7 @@ class Series:
         labels: [R] module or parameter paths.
         dropped: records before a change of layout that do not fit the rows any more.
         log: whether it is drawn on a logarithmic scale.
+        behind: what the run's reference has of it.
     """
 
     key: str
@@ -46,6 +48,7 @@ class Series:
     labels: tuple[str, ...]
     dropped: int = 0
     log: bool = False
+    behind: Behind | None = None
 
 
 def make_series(key: str, points: Iterable[tuple[int, Any]], labels: Sequence[str], *, log: bool = False) -> Series:
@@ -116,7 +119,7 @@ def heat_payload(
 
     Returns:
         `steps` [C], `values` rows of C numbers, `rows` one `[first label, last label, first index, count]` each, and
-        `records`, `depth`: how many there are in all.
+        `records`, `depth`: how many there are in all. Of the reference `behind`: `steps` [K], `values` [Q, K, R].
 
     Raises:
         ValueError: the metric is a matrix per record.
@@ -133,7 +136,13 @@ def heat_payload(
         "records": len(series.steps),
         "depth": len(series.labels),
         "dropped": series.dropped,
+        "behind": series.behind and behind_payload(series.behind),
     }
+
+
+def behind_payload(behind: Behind) -> dict[str, Any]:
+    """One metric of the reference, as the browser gets it."""
+    return {"steps": list(behind.steps), "values": strict(behind.values.tolist())}
 
 
 def record_payload(series: Series, step: int, log: bool, side: int = SIDE) -> dict[str, Any]:

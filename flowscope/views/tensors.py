@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from tensorboard import errors, plugin_util
 from tensorboard.data.provider import RunTagFilter
 
+from flowscope.backdrop import read
 from flowscope.metrics import spec_of
 from flowscope.records import Alert, RunHeader, split_key
 from flowscope.validation import as_far_as_it_fits
@@ -100,6 +101,8 @@ class TensorReader:
         except (TypeError, ValueError) as error:
             reason = DAMAGED if damaged else error
             raise UnreadableError(f"{key[:200]!r} of run {run[:200]!r} cannot be drawn: {reason}") from error
+        if header is not None and (backdrop := read(header.behind)) is not None:
+            series = replace(series, behind=backdrop.curves.get(key))
         self._remember(name, series)
         return series, alerts
 

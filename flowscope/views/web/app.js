@@ -8,6 +8,7 @@ import { lossFigure } from "./loss.js";
 import { matrixFigures, stackFigures } from "./matrix.js";
 import { dash, profileFigure } from "./profile.js";
 import { RUN_COLOURS, decode, makeScale } from "./scale.js";
+import { nearest } from "./source.js";
 
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
@@ -229,6 +230,7 @@ export class App {
     const steps = this.steps();
     for (const map of this.maps) map.pins(steps.map(({ step }) => step));
     const lines = (await Promise.all(this.drawn.flatMap(({ run, entry }) => steps.map(({ step }, n) => this.line(run, entry, step, n))))).filter(Boolean);
+    if (lines.length) lines.unshift(...this.behind(steps));
     const extra = await this.matrices(steps.at(-1)?.step);
     if (turn[0] !== this.drawing || turn[1] !== this.drawingDepth) return;
     const shades = lines.flatMap((line) => [...line.values, ...(line.band ?? []).flat()].map(decode));
@@ -270,6 +272,20 @@ export class App {
     } catch {
       return null; // the heat map beside it has told why
     }
+  }
+
+  /** The references of the drawn runs at the kept steps nearest to the pinned ones, each once. */
+  behind(steps) {
+    const lines = this.drawn.filter(({ series }) => series.behind).flatMap(({ run, entry, series }) =>
+      steps.map(({ step }, n) => {
+        const at = nearest(series.behind.steps, step);
+        const rows = series.behind.values.map((kept) => kept[at]);
+        const band = rows.length === 3 ? [rows[0], rows[2]] : null;
+        const scattered = !entry.per_flow && rows[0].length > MOST_CONNECTED;
+        return { run: run.behind.name, behind: true, dash: dash(n), order: n, step: series.behind.steps[at], values: rows[rows.length >> 1], band, scattered };
+      }),
+    );
+    return lines.filter((line, i) => lines.findIndex((other) => other.run === line.run && other.step === line.step) === i);
   }
 
   limits() {

@@ -13,7 +13,8 @@ export function lossFigure(runs, colourOf) {
     .map((run) => ({ name: run.name, steps: run.loss.steps, values: run.loss.values.map(decode) }))
     .filter((curve) => curve.values.some(Number.isFinite));
   if (!curves.length) return null;
-  const seen = curves.flatMap((curve) => curve.values).filter(Number.isFinite);
+  const references = behind(runs);
+  const seen = [...curves.map((curve) => curve.values), ...references.flatMap((reference) => reference.lines)].flat().filter(Number.isFinite);
   const [low, high] = [Math.min(...seen), Math.max(...seen)];
   // an explosion must not flatten what was before it
   const scale = low > 0 && high > 1000 * low ? makeScale("log", {}, seen) : makeScale("linear", { bounds: [low, Math.max(high, low + 1e-9)] }, seen);
@@ -33,12 +34,13 @@ export function lossFigure(runs, colourOf) {
     stepLabel(0, "start"),
     stepLabel(0.5, "middle"),
     stepLabel(1, "end"),
+    references.map((reference) => backdrop(reference, x, y, end)),
     curves.map(line),
   );
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
-    const words = curves.map((curve) => {
+    const words = [...references.map((one) => ({ name: `reference ${one.name}`, steps: one.steps, values: one.lines[one.lines.length >> 1] })), ...curves].map((curve) => {
       const at = nearest(curve.steps, Math.min(1, Math.max(0, share)) * end);
       return el("span", {}, `${curve.name}, step ${curve.steps[at]}: `, el("span", { class: "value" }, format(curve.values[at])));
     });
@@ -49,6 +51,27 @@ export function lossFigure(runs, colourOf) {
   });
   picture.addEventListener("pointerleave", () => (readout.hidden = true));
   return el("figure", { class: "profile loss" }, el("div", { class: "plot" }, picture, readout));
+}
+
+/** The references of the runs, each once: `lines` are one, or the low, the middle and the high one of a band. */
+function behind(runs) {
+  const found = new Map();
+  for (const { behind } of runs) {
+    if (behind?.loss) found.set(behind.name, { name: behind.name, steps: behind.loss.steps, lines: behind.loss.values.map((kept) => kept.map(([value]) => decode(value))) });
+  }
+  return [...found.values()];
+}
+
+/** A reference as far as the runs go: a thick line, and the band around it. */
+function backdrop({ steps, lines }, x, y, end) {
+  const inside = steps.map((_, i) => i).filter((i) => steps[i] <= end && lines.every((values) => Number.isFinite(values[i])));
+  const place = (values) => (i) => `${x(steps[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+  const middle = lines[lines.length >> 1];
+  const band = lines.length === 3 && inside.length > 0 && `M${inside.map(place(lines[2])).join("L")}L${[...inside].reverse().map(place(lines[0])).join("L")}Z`;
+  return [
+    band && svg("path", { class: "band behind", d: band }),
+    svg("path", { class: band ? "line behind middle" : "line behind", d: path(inside.map((i) => middle[i]), (n) => x(steps[inside[n]]), y) }),
+  ];
 }
 
 function ending(curve) {

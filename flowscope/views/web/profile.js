@@ -21,21 +21,21 @@ export function dash(n) {
 /**
  * Draw them.
  * `lines`: {run, step, order (of the step), colour, dash, rows, values, scattered (dots, no line), band: [low, high]
- * or null}; `limits`: {value, text}.
+ * or null, behind: of a reference, first among the lines and without rows}; `limits`: {value, text}.
  */
 export function profileFigure({ lines, scale, limits, row }) {
   const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
   const y = (value) => TOP + (1 - scale.position(value)) * (HEIGHT - TOP - BOTTOM);
   const guide = svg("line", { class: "guide", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const readout = el("output", { class: "readout", hidden: true });
-  const first = lines[0];
+  const first = lines.find((line) => line.rows);
   const picture = svg(
     "svg",
     { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "application", "aria-label": "Depth profiles; left and right arrow move along depth." },
     scale.ticks.map((tick) => gridLine(TOP + (1 - tick.position) * (HEIGHT - TOP - BOTTOM), tick.text)),
     limits.filter((limit) => scale.inside(limit.value)).map((limit) => limitLine(y(limit.value), limit.text)),
     spread(first.rows.length, 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
-    lines.map((line) => line.band && svg("path", { class: "band", d: area(line, x, y), fill: line.colour })),
+    lines.map((line) => line.band && svg("path", { class: line.behind ? "band behind" : "band", d: area(line, x, y), fill: line.colour })),
     lines.map((line) => curve(line, x, y)),
     guide,
   );
@@ -83,11 +83,13 @@ export function profileFigure({ lines, scale, limits, row }) {
 }
 
 function curve(line, x, y) {
-  const look = { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
+  const look = line.behind
+    ? { class: line.band ? "line behind middle" : "line behind", "stroke-dasharray": line.dash }
+    : { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
   if (!line.scattered) return svg("path", { ...look, d: path(line.values, x, y) + infinities(line.values, x) });
   // parameters of different kinds stand side by side: dots read better than a line that jumps between them
   const dots = line.values.map(decode).map((value, i, all) => (Number.isFinite(value) ? `M${x(i, all.length).toFixed(1)} ${y(value).toFixed(1)}h0` : ""));
-  return svg("path", { class: "line dots", ...dotted(line), d: dots.join("") });
+  return svg("path", { class: line.behind ? "line dots behind" : "line dots", ...dotted(line), d: dots.join("") });
 }
 
 /** The path of a line; `x(i, count)` and `y(value)` place a point. */
@@ -145,6 +147,7 @@ function depthLabel(at, text, n, count) {
 }
 
 function sample(line) {
+  if (line.behind) return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, svg("path", { class: "line behind", "stroke-dasharray": line.dash, d: "M0 4H28" }));
   const look = { "stroke-width": 2.5, stroke: line.colour, "stroke-dasharray": line.dash };
   const shape = !line.scattered ? svg("path", { ...look, d: "M0 4H28" }) : svg("path", { class: "dots", ...dotted(line), d: "M7 4h0M14 4h0M21 4h0" });
   return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, shape);
@@ -157,16 +160,20 @@ function reading(line, share) {
     "span",
     {},
     sample(line),
-    ` ${line.run}, step ${line.step}: `,
+    ` ${named(line)}, step ${line.step}: `,
     el("span", { class: "value" }, format(decode(line.values[index]))),
     band,
   );
+}
+
+function named(line) {
+  return line.behind ? `reference ${line.run}` : line.run;
 }
 
 function legend(lines) {
   return el(
     "ul",
     { class: "legend" },
-    ...lines.map((line) => el("li", {}, sample(line), ` ${line.run}, step ${line.step}${line.values.map(decode).every(Number.isNaN) ? ": not seen or NaN" : ""}`)),
+    ...lines.map((line) => el("li", {}, sample(line), ` ${named(line)}, step ${line.step}${line.values.map(decode).every(Number.isNaN) ? ": not seen or NaN" : ""}`)),
   );
 }
