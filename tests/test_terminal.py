@@ -18,6 +18,7 @@ from flowscope.parting import bisection
 from flowscope.records import Alert, FlowLayout, Record, RunHeader
 from flowscope.sinks import ConsoleSink, JsonlSink, depth_profile_text
 from flowscope.terminal import LONGEST, block, shown, tell
+from flowscope.trials import CheckReport, TrialFinding
 
 TITLE = "\x1b]0;owned\x07"
 HIDE = "\x1b[1A\x1b[2K"
@@ -148,3 +149,10 @@ def test_nobody_is_told_where_nobody_listens(
     monkeypatch.undo()
     tell("two\nlines\x1b")
     assert capsys.readouterr() == ("", "two\nlines\\x1b\n")
+
+
+def test_what_trials_found_is_text_in_a_terminal() -> None:
+    finding = TrialFinding("saving", "fail", hostile("module"), f"{hostile('message')}\n{FORGED}", hostile("advice"))
+    told = str(CheckReport((finding,)))
+    assert_is_text(told)
+    assert len(told.splitlines()) == 4  # head, finding, advice, counts

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
+from flowscope.terminal import shown, tell
 from flowscope.trials.findings import CheckReport
 from flowscope.trials.settings import Options
 
@@ -203,7 +204,7 @@ class Listening:
         from flowscope.trials.tape import MOST
 
         reason = f"it ran its models {MOST} times without a step and was ended"
-        print(_unjudged(Path(sys.argv[0]).name, self, reason), file=sys.stderr)
+        tell(_unjudged(Path(sys.argv[0]).name, self, reason))
         leave(UNJUDGED)
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -215,8 +216,10 @@ def judged(listening: Listening, last: Trained) -> CheckReport:
     """What the trials found; nothing where a fault of ours is in the way, which is told."""
     try:
         return judge(listening, last)
+    except KeyboardInterrupt:
+        leave(130)  # a script may save where it is interrupted
     except Exception as error:
-        print(f"flowscope check: cannot judge: {type(error).__name__}: {error}", file=sys.stderr)
+        tell(f"flowscope check: cannot judge: {type(error).__name__}: {error}")
         return CheckReport(())
 
 
@@ -237,13 +240,18 @@ def judge(listening: Listening, last: Trained) -> CheckReport:
     return CheckReport(tuple(findings))
 
 
-def _progress(head: str) -> Callable[[str], None]:
-    def show(name: str) -> None:
-        if first_rank() and sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[Kflowscope check: {head}{name} ...")
-            sys.stderr.flush()
+def _progress(head: str) -> Callable[[int, int, str], None]:
+    def show(number: int, count: int, name: str) -> None:
+        _on_one_line(shown(f"flowscope check: [{'#' * number}{'.' * (count - number)}] {head}{name}"))
 
     return show
+
+
+def _on_one_line(text: str) -> None:
+    """Show on the terminal what the next such text replaces; "" takes it away."""
+    if first_rank() and sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | None:
@@ -317,12 +325,15 @@ def _loaders() -> list[Any]:
 
 def end(report: CheckReport, options: Options) -> NoReturn:
     """Print the report and leave the process, without anything that the script does at its end."""
-    status = _of_all_ranks(report.status)
-    if first_rank():
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
-        print(report.json() if options.json else report, file=sys.__stdout__, flush=True)
-    leave(status)
+    status = UNJUDGED
+    try:
+        status = _of_all_ranks(report.status)
+        _on_one_line("")
+        if first_rank() and sys.__stdout__ is not None:
+            sys.__stdout__.reconfigure(errors="replace")  # type: ignore[union-attr]
+            print(report.json() if options.json else report, file=sys.__stdout__)
+    finally:
+        leave(status)
 
 
 def _of_all_ranks(status: int) -> int:
@@ -369,7 +380,7 @@ def check_script(command: Sequence[str], options: Options, *, module: bool = Fal
         except BaseException as error:
             tell_of(error)
             reason = f"it raised {type(error).__name__}"
-        print(_unjudged(Path(command[0]).name, listening, reason), file=sys.stderr)
+        tell(_unjudged(Path(command[0]).name, listening, reason))
         leave(UNJUDGED)
 
 

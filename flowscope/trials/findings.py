@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
+from flowscope.terminal import shown
 from flowscope.trials.trial import TrialFinding
 
 ORDER = ("fail", "note", "skipped", "pass")
@@ -45,16 +46,18 @@ class CheckReport:
         return sorted(self.findings, key=lambda finding: ORDER.index(finding.status))
 
     def __str__(self) -> str:
-        """What failed first, then notes, what could not be judged, and what held: trial, verdict, place, sentence."""
+        """What failed first, then notes, what could not be judged, and what held: trial, verdict, place, sentence.
+
+        Names and messages stand there as text, whatever orders to a terminal they hold.
+        """
         from flowscope.model.plan import aligned
 
-        rows = [(f.trial, f.status, f.where or "-", f.message) for f in self._sorted()]
+        found = self._sorted()
+        rows = [[shown(cell) for cell in (f.trial, f.status, f.where or "-", f.message)] for f in found]
         lines = aligned([("trial", "verdict", "place", "what was seen"), *rows])
         out = [lines[0]]
-        for line, finding in zip(lines[1:], self._sorted(), strict=True):
-            out.append(line)
-            if finding.advice:
-                out.append(f"    next: {finding.advice}")
+        for line, finding in zip(lines[1:], found, strict=True):
+            out += [line, f"    next: {shown(finding.advice)}"] if finding.advice else [line]
         counts = ", ".join(f"{sum(f.status == s for f in self.findings)} {s}" for s in ORDER)
         return "\n".join([*out, counts])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowscope.model.nested import map_tensors
 from flowscope.scripts import first_rank
+from flowscope.terminal import tell
 from flowscope.trials.bench import Bench, Loss
 from flowscope.trials.findings import CheckReport
 from flowscope.trials.sitting import BATCHES, chosen, run_trials
@@ -48,7 +49,7 @@ class Passing:
         try:
             twin, its_optimizers = copy.deepcopy((model, list(optimizers)))
         except Exception as error:
-            print(f"flowscope: check=True: the model cannot be copied: {type(error).__name__}: {error}")
+            tell(f"flowscope: check=True: the model cannot be copied: {type(error).__name__}: {error}")
             return None
         self._ready(twin)
         report = run_trials(Bench(twin, self._batches, self._loss, its_optimizers), chosen())

@@ -85,12 +85,18 @@ def chosen(
 
 
 def run_trials(
-    bench: Bench, trials: Iterable[Trial], progress: Callable[[str], None] = lambda name: None
+    bench: Bench, trials: Sequence[Trial], progress: Callable[[int, int, str], None] = lambda number, count, name: None
 ) -> CheckReport:
-    """Run the trials, each from the same state; a fault of one is told and ends only that one."""
+    """Run the trials, each from the same state; a fault of one is told and ends only that one.
+
+    Args:
+        bench: what they work on.
+        trials: in the order they run.
+        progress: called before each with its number from 0, how many there are, and its name.
+    """
     found: list[TrialFinding] = []
-    for trial in trials:
-        progress(trial.name)
+    for number, trial in enumerate(trials):
+        progress(number, len(trials), trial.name)
         found += _run(bench, trial)
     return CheckReport(tuple(found))
 
