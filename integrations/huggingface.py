@@ -6,16 +6,16 @@ trainer = transformers.Trainer(model, args, callbacks=[FlowscopeCallback(log_dir
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 import flowscope
-from flowscope.errors import CannotJudgeError, FlowscopeError
+from flowscope.errors import FlowscopeError
 from flowscope.faults import is_off
 from flowscope.integrations.model_loss import ModelLoss
 from flowscope.integrations.trainer import TrainerWatch
+from flowscope.integrations.tried_steps import TriedSteps, own_loss
 from flowscope.records import Alert
 
 try:
@@ -56,8 +56,8 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     """
 
     _stop_asked = False
-    _inputs: Any = None
     _loss: ModelLoss | None = None
+    _tried: TriedSteps | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wrap, if asked to."""
@@ -76,14 +76,13 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
             )
         self.close()
         self._stop_asked = False
-        inner = getattr(optimizer, "optimizer", optimizer)
-        known = inner if isinstance(inner, torch.optim.Optimizer) else None
         scaler = self._options.get("scaler", getattr(optimizer, "scaler", None))
+        known = next(iter(_optimizers(optimizer)), None)
         scope = self._watch(model, known, self._ask_stop, state.global_step, scaler=scaler)
         self._loss = None if is_off() else ModelLoss(model, scaler)
-        self._await_batches(_own_loss)
+        self._await_batches(own_loss)
         if self._passing is not None:
-            self._inputs = model.register_forward_pre_hook(self._called, with_kwargs=True)
+            self._tried = TriedSteps(model, self._passing, scaler)
         # a checkpoint's state is here whether or not callbacks are restored; one saved without flowscope lacks ours
         callbacks: Any = state.stateful_callbacks
         saved = callbacks.setdefault(type(self).__name__, self.state())
@@ -95,6 +94,8 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
+        if self._tried is not None:
+            self._tried.step_begins(_optimizers(kwargs["optimizer"]))
         if args.world_size > 1 and self.scope is not None and self.scope.optimizers:
             self._hand_over(args)
 
@@ -120,27 +121,20 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     ) -> TrainerControl:
         """Stop, if an alert asked for it."""
         control.should_training_stop |= self._stop_asked
-        self._try_inputs(**kwargs)
+        self._try_inputs(kwargs)
         return control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make the trials, if there was no time for them before; detach and finish the files."""
-        self._try_inputs(**kwargs, last=True)
+        self._try_inputs(kwargs, last=True)
         self.close()
 
-    def _called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._passing is not None and model.training and torch.is_grad_enabled():
-            self._passing.saw(kwargs)
-
-    def _try_inputs(self, *, model: nn.Module, optimizer: Any, last: bool = False, **kwargs: Any) -> None:
-        if self._passing is not None and (last or self._passing.full):
-            if self._inputs is not None:
-                self._inputs.remove()
-                self._inputs = None
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self._try_batches(model, [inner] if isinstance(inner, torch.optim.Optimizer) else [], last=last)
+    def _try_inputs(self, given: dict[str, Any], *, last: bool = False) -> None:
+        if self._tried is not None and self._passing is not None and (last or self._passing.full):
+            self._tried.close()
+            self._try_batches(given["model"], _optimizers(given["optimizer"]), last=last)
 
     def close(self) -> None:
         """Detach and finish the files; the Trainer has no event for a training that ends by an exception."""
@@ -148,7 +142,9 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
             self.scope.close()
         if self._loss is not None:
             self._loss.close()
-        self._loss = None
+        if self._tried is not None:
+            self._tried.close()
+        self._loss = self._tried = None
 
     def state(self) -> dict[str, Any]:
         """The scope's state (step count, baselines, standing alerts), for the Trainer's checkpoints."""
@@ -170,12 +166,10 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         self._stop_asked = True
 
 
-def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """The loss that a model returns for its inputs."""
-    loss = getattr(model(**inputs), "loss", None)
-    if loss is None:
-        raise CannotJudgeError("the model returns no loss of its own")
-    return cast(torch.Tensor, loss)
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizer itself, without what accelerate puts around it; none where it is none of torch's."""
+    inner = getattr(given, "optimizer", given)
+    return [inner] if isinstance(inner, torch.optim.Optimizer) else []
 
 
 def _is_json(value: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from flowscope.errors import CannotJudgeError, FlowscopeError
 from flowscope.integrations.trainer import TrainerWatch
 from flowscope.records import Alert
+from flowscope.torch_internals import scale_of
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -53,6 +54,7 @@ class FlowscopeCallback(TrainerWatch, Callback):
 
     _restored: dict[str, Any] | None = None
     _loss_comes_early = False
+    _micro: tuple[torch.Tensor, ...] = ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap, if asked to; for every stage, since a checkpoint of the wrapped module needs the wrapped module."""
@@ -80,11 +82,27 @@ class FlowscopeCallback(TrainerWatch, Callback):
         """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
         if self._loss_comes_early:
             self._hand_over(trainer, pl_module, loss)
+        if self._passing is not None:
+            self._micro += (loss.detach(),)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Copy one of the first batches, where trials are asked for."""
         if self._passing is not None:
             self._passing.saw(batch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Tell the trials what the step is made of: nothing is clipped yet, and a scaler has unscaled."""
+        micro, self._micro = self._micro, ()
+        if (passing := self._passing) is None:
+            return
+        if passing.last_step:
+            scale = float(scale_of(scaler)) if (scaler := getattr(trainer.precision_plugin, "scaler", None)) else 1.0
+            divided = trainer.accumulate_grad_batches
+            passing.weigh([1 / divided] * len(micro), [float(loss) / scale for loss in micro])
+            if len(micro) != divided:
+                passing.misses("an epoch ended within it: Lightning divides what is left by as many batches as usual")
+        gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        passing.step_begins(pl_module, trainer.optimizers, gradients)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the trials where fewer batches passed than they are given."""
@@ -99,8 +117,7 @@ class FlowscopeCallback(TrainerWatch, Callback):
             self.scope.step()  # the step has its loss: the next one belongs to the next
         elif isinstance(loss, torch.Tensor):
             self._hand_over(trainer, pl_module, loss)
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._try_batches(pl_module, trainer.optimizers)
+        self._try_batches(pl_module, trainer.optimizers)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Detach and finish the files when the fit ends by an exception or Ctrl-C."""

@@ -50,8 +50,7 @@ class ModelLoss:
     def _observe(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
-        loss = loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        loss = loss_in(output)
         if not is_compiling():
             self._await_backward(output, loss)
         if loss is None:
@@ -100,3 +99,9 @@ class ModelLoss:
     def close(self) -> None:
         """Remove the hook."""
         self._hooks.close()
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss among what a model returns: `output.loss`, else the first of a tuple; None where that is no number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None

@@ -80,7 +80,7 @@ class TrainerWatch:
         self._passing = Passing(loss, ready) if self._check and not is_off() else None
 
     def _try_batches(self, model: nn.Module, optimizers: Sequence[Any], *, last: bool = False) -> None:
-        """Make the trials where there are batches enough, or will be no more; right after a step, and once."""
+        """Make the trials where there is as much as they need, or will be no more; right after a step, and once."""
         if self._passing is not None and (self._passing.full or last):
             passing, self._passing = self._passing, None
             self.check_report = passing.check(model, optimizers)

@@ -138,6 +138,80 @@ def test_the_first_inputs_are_tried_and_the_training_is_unchanged(
     assert capsys.readouterr().out.count(str(report)) == 1
 
 
+def padded_rows(rows: int = 8 * BATCH) -> list[dict[str, Tensor]]:
+    """Texts of 2 to LENGTH tokens, labels of the rest ignored: micro-batches have unequal counts of targets."""
+    lengths = [2 + (n * 7) % (LENGTH - 1) for n in range(rows)]
+    return [
+        {"input_ids": row["input_ids"], "labels": row["labels"].masked_fill(torch.arange(LENGTH) >= length, -100)}
+        for row, length in zip(data(rows), lengths, strict=True)
+    ]
+
+
+class MeanOfEach(Trainer):
+    """Ignores how many targets a step has: transformers 37766."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        return super().compute_loss(model, inputs)
+
+
+class Averaged(MeanOfEach):
+    """Gives each micro-batch the same weight, however many targets it has."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return super().training_step(model, inputs, None)
+
+
+class NeverZeroed(Trainer):
+    """What a step leaves in the gradients stays there."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.zero_grad = lambda *given, **named: None
+        return super().create_optimizer(*args, **kwargs)
+
+
+class FromOutputs(Trainer):
+    """Computes its loss from the logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten())
+
+
+class WithPenalty(Trainer):
+    """Adds a term to the model's loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *given, **named)
+        return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro", "status", "says"),
+    [
+        (Trainer, 1, "pass", "that of its 1 micro-batches"),
+        (Trainer, 4, "pass", "that of its 4 micro-batches"),
+        (MeanOfEach, 4, "fail", "the gradient is 4 times that of one batch of the same samples"),
+        (Averaged, 4, "fail", "weigh the same, 0.25, unlike in one batch of all of them"),
+        (NeverZeroed, 2, "fail", "times that of the step's batches"),
+        (FromOutputs, 2, "skipped", "computes a loss of its own from the model's outputs"),
+        (WithPenalty, 2, "skipped", "adds something to the model's own loss"),
+    ],
+)
+def test_accumulation_is_tried_on_the_trainers_own_step(
+    tmp_path: Path, kind: Any, micro: int, status: str, says: str
+) -> None:
+    callback = FlowscopeCallback(check=True)
+    rows = data() if kind is MeanOfEach else padded_rows()
+    # what is left of a clipped gradient is next to nothing
+    options = {"gradient_accumulation_steps": micro, "max_grad_norm": 0.0 if kind is NeverZeroed else 0.1}
+    trainer = make_trainer(tmp_path, callback, rows=rows, kind=kind, **options)
+    trainer.train()
+    assert callback.check_report is not None
+    [found] = [finding for finding in callback.check_report.findings if finding.trial == "accumulation"]
+    assert (found.status, says in found.message) == (status, True), found
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in trainer.model.modules())
+
+
 def test_records_are_those_of_a_bare_loop_before_clipping_and_after(tmp_path: Path) -> None:
     callback, model = FlowscopeCallback(every=1), make_model()
     batches, states = record_batches(model)

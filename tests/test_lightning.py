@@ -129,6 +129,51 @@ def test_the_first_batches_are_tried_and_the_training_is_unchanged(capsys: pytes
     assert tried.trainer.callback_metrics.keys() == bare.trainer.callback_metrics.keys()
 
 
+class Noisy(Lit):
+    """Draws in training: a pass repeats only with the random state of then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+class DividesAgain(Lit):
+    """Divides by the number of micro-batches, which Lightning does itself."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / self.trainer.accumulate_grad_batches
+
+
+class NeverZeroed(Lit):
+    """What a step leaves in the gradients stays there."""
+
+    def optimizer_zero_grad(self, *given: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro", "batches", "status", "says"),
+    [
+        (Lit, 1, 4, "pass", "that of its 1 micro-batches"),
+        (Noisy, 2, 4, "pass", "that of its 2 micro-batches"),
+        (DividesAgain, 2, 4, "fail", "the gradient is 1/2 of that of one batch of the same samples"),
+        (NeverZeroed, 2, 4, "fail", "times that of the step's batches"),
+        (Lit, 3, 4, "skipped", "an epoch ended within it"),
+        (Lit, 4, 4, "skipped", "the training is over"),
+    ],
+)
+def test_accumulation_is_tried_on_the_trainers_own_step(
+    kind: Any, micro: int, batches: int, status: str, says: str
+) -> None:
+    torch.manual_seed(0)
+    model, callback = kind(), FlowscopeCallback(check=True)
+    # what is left of a clipped gradient is next to nothing
+    clip = None if kind is NeverZeroed else 0.01
+    make_trainer(callback, accumulate_grad_batches=micro, gradient_clip_val=clip).fit(model, data(batches))
+    assert callback.check_report is not None
+    [found] = [finding for finding in callback.check_report.findings if finding.trial == "accumulation"]
+    assert (found.status, says in found.message) == (status, True), found
+
+
 def test_training_is_unchanged() -> None:
     bare, watched = make_model(), make_model()
     make_trainer().fit(bare, data())

@@ -13,6 +13,7 @@ from test_check_command import started
 from torch import Tensor, nn
 from trial_models import class_loss, classifier, rows
 
+from flowscope.errors import CannotJudgeError
 from flowscope.trials.bench import Bench, Resumed, Step
 from flowscope.trials.between_steps import BetweenSteps, steps_before
 from flowscope.trials.sitting import chosen, run_trials
@@ -229,6 +230,44 @@ def test_a_tape_holds_what_leads_to_the_loss_and_keeps_what_was_drawn_without_gr
     with torch.no_grad():
         model[2].bias += torch.tensor([1.0, 0.0, -1.0])
     assert not torch.equal(one.play(), said[1])
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_is_written_to_a_part_of_a_tensor_is_on_the_tape(graph: bool) -> None:
+    """Rows that are filled into a padded batch, one after the other, behind a first call of the model (GRPO)."""
+    model, (x, y) = classifier(), rows()[0]
+    given = x.clone()
+
+    def loss() -> Tensor:
+        first = model(x).sum()
+        padded = torch.zeros(2, *x.shape)
+        padded[1].add_(1.0)  # a constant that is on the tape as soon as it is used
+        given.mul_(2.0)
+        with torch.set_grad_enabled(graph):
+            for n in range(len(x)):
+                padded[0][n][:] = given[n]
+            padded.select(0, 1).mul_(3.0)
+        return F.cross_entropy(model(padded[0] + padded[1]), y) + 0 * first
+
+    one = recorded(loss, model)
+    told = F.cross_entropy(model(2 * x + 3.0), y)
+    for _ in range(2):
+        assert torch.allclose(one.play(), told)
+    assert one.loss == pytest.approx(told.item())
+
+
+@pytest.mark.parametrize("off", [1.0, 1.001, 2.0])
+def test_a_loss_that_is_not_what_was_recorded_is_none(off: float) -> None:
+    model, (x, y) = classifier(), rows()[0]
+    one = recorded(lambda: F.cross_entropy(model(x), y), model)
+    bench = Bench(model, [one], lambda m, batch: batch.play())
+    bench.compare(one, one.loss * off)
+    assert bench.repeatable == (off == 1.0)
+    if off < 2.0:
+        assert float(bench.loss(one).detach()) == pytest.approx(one.loss)
+    else:
+        with pytest.raises(CannotJudgeError, match="what was recorded gives a loss of"):
+            bench.loss(one)
 
 
 def test_a_model_that_is_trained_through_its_parts_is_seen() -> None:

@@ -38,7 +38,7 @@ class Accumulation(Trial):
         """One finding: what the weights are instead, or by how much the gradient is another one."""
         step = bench.step
         if step is None:
-            raise CannotJudgeError("the loop was not seen; run flowscope check train.py")
+            raise CannotJudgeError(bench.not_seen)
         if step.closure:
             raise CannotJudgeError("the optimizer evaluates the loss itself, in a closure")
         if step.clipped_scaled:

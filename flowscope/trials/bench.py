@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,17 @@ from flowscope.model.example_inputs import modes
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.torch_internals import in_backward
+from flowscope.trials.kept import put_back
 
 Loss = Callable[[nn.Module, Any], Tensor]
 DEAR = 2e9
 """Floating-point operations of a forward pass; what needs a hundred passes is given smaller batches beyond: two cores
 make some 5e10 a second."""
+
+SAME = 1e-4
+"""Losses that differ by a smaller share are of the same pass ..."""
+FAR = 0.2
+"""... and by a larger one of another loss: what a model keeps from pass to pass changes less within one step."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class Bench:
         loss_function: `loss(model, batch) -> Tensor`, one number; None where it is not known.
         optimizers: those that hold the model's parameters.
         step: an optimizer step of the user's loop; None where it was not seen.
+        not_seen: why not.
         loaders: the loop's DataLoaders, as far as they are known.
         resumed: what the run before left; None for a new one.
         repeatable: whether a pass of a seen step, made again, gives the same loss.
@@ -120,6 +128,7 @@ class Bench:
     resumed: Resumed | None = None
     repeatable: bool = True
     seed: int = 0
+    not_seen: str = "the loop was not seen; run flowscope check train.py"
     _calls: dict[int, list[Call]] = field(default_factory=dict)
     _flops: list[int] = field(default_factory=list)
 
@@ -167,6 +176,27 @@ class Bench:
                 torch.set_rng_state(chance)
             self.loss(batch).backward()  # type: ignore[no-untyped-call]
         return {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
+
+    def again(self, recorded: Any) -> float:
+        """The loss of a recorded pass, made again with what it drew then; NaN where it cannot be made."""
+        with put_back(self.model), contextlib.suppress(Exception):
+            torch.set_rng_state(recorded.chance)
+            return float(self.loss(recorded).detach())
+        return math.nan
+
+    def compare(self, recorded: Any, loss: float) -> None:
+        """Make a recorded pass again: `repeatable` says whether its loss is what it was.
+
+        Where it is far from that and does repeat, what led to it was not recorded as it was: then there is no loss.
+        """
+        first, second = self.again(recorded), self.again(recorded)
+        self.repeatable = math.isnan(first) or abs(first - loss) <= SAME * max(abs(first), 1e-12)
+        if not self.repeatable and first == second and abs(first - loss) > FAR * max(abs(first), abs(loss)):
+
+            def none(model: nn.Module, batch: Any) -> Tensor:
+                raise CannotJudgeError(f"what was recorded gives a loss of {first:.4g} when played, it was {loss:.4g}")
+
+            self.loss_function = none
 
     def calls(self, number: int = 0) -> list[Call]:
         """How the loss of a batch calls the model, in order.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from flowscope.trials.trial import TrialFinding
 
 RIGHT, FAILED, UNJUDGED = 0, 1, 2
+NEWEST = 2
+"""Steps that are held beside an optimizer's first one and the one under way: three batches at least."""
 
 
 @dataclass
@@ -49,7 +51,8 @@ class Trained:
     Attributes:
         optimizer: itself.
         models: the outermost models that hold its parameters.
-        steps: the batches of each of its steps so far.
+        steps: the batches of its first step and of the newest ones.
+        made: how many steps there were.
         closure: whether its last step was given a closure.
         before: how many steps its state told of when it began, and the ids of the parameters it had state of.
     """
@@ -57,6 +60,7 @@ class Trained:
     optimizer: Any
     models: list[nn.Module]
     steps: list[list[Recorded]] = field(default_factory=list)
+    made: int = 0
     closure: bool = False
     before: tuple[int, set[int]] = (0, set())
 
@@ -101,7 +105,7 @@ class Listening:
     @property
     def seen(self) -> int:
         """How many steps the busiest optimizer has made."""
-        return max((len(one.steps) for one in self.trained), default=0)
+        return max((one.made for one in self.trained), default=0)
 
     # -- what the script imports and makes -----------------------------------------------------------------------------
 
@@ -190,11 +194,12 @@ class Listening:
         taken = self._tape.taken()
         if not one.steps:
             one.before = steps_before(optimizer)
-        one.steps.append(taken)
+        one.steps = [*one.steps[:1], *one.steps[1:][-NEWEST:], taken]
+        one.made += 1
         one.closure = any(map(callable, (*args, *kwargs.values())))
         if self.between is not None:
             self.between.begins(optimizer)
-        if len(one.steps) >= self.options.steps:
+        if one.made >= self.options.steps:
             self._tape.close()
             self._judging = True  # trials make optimizers and step, too
             end(judged(self, one), self.options)
@@ -256,10 +261,7 @@ def _on_one_line(text: str) -> None:
 
 def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | None:
     """What was seen of one model, ready for trials; None where none of its optimizers has stepped yet."""
-    import torch
-
     from flowscope.trials.bench import Bench, Step
-    from flowscope.trials.kept import put_back
 
     owners = [one for one in listening.trained if any(held is model for held in one.models)]
     inner = _unwrapped(model)
@@ -290,10 +292,7 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
         _loaders(),
         _resumed(listening, owners, inner),
     )
-    with put_back(inner), contextlib.suppress(Exception):
-        torch.set_rng_state(batches[0].chance)
-        again = float(bench.loss(batches[0]).detach())
-        bench.repeatable = abs(again - batches[0].loss) <= 1e-4 * max(abs(again), 1e-12)
+    bench.compare(batches[0], batches[0].loss)
     return bench
 
 

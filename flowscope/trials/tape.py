@@ -137,30 +137,32 @@ class Tape:
         self.recorded: list[Recorded] = []
         self.passes = 0
         self._scaling, self._tired = scale, tired
-        self._models: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._followed: list[tuple[nn.Module, list[Any]]] = []
         self._inside = 0
         self._events: list[Event] = []
         self._known: dict[int, Tensor] = {}
         self._constants: dict[int, Tensor] = {}
+        self._views: dict[int, Event] = {}
         self._chance: Tensor | None = None
         self._listener: Listener | None = None
 
     def follow(self, model: nn.Module) -> None:
         """Record the calls of a model, too, and of its parts where they are not made by the model."""
-        if any(known is model for known in self._models):
+        if any(known is model for known, _ in self._followed):
             return
-        self._models.append(model)
+        handles: list[Any] = []
+        self._followed.append((model, handles))
         for part in model.modules():
             if not isinstance(part, torch.jit.ScriptModule):
-                self._handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
-                self._handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+                handles.append(part.register_forward_pre_hook(self._before, with_kwargs=True))
+                handles.append(part.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
         """Listen no more."""
         self._silence()
-        for handle in self._handles:
-            handle.remove()
+        for _, handles in self._followed:
+            for handle in handles:
+                handle.remove()
 
     def backward(self, loss: Tensor) -> None:
         """A backward pass begins: what was heard so far led to it."""
@@ -181,7 +183,7 @@ class Tape:
     def drop(self) -> None:
         """Forget what was heard since the last backward pass."""
         self._silence()
-        self._events, self._known, self._constants, self._chance = [], {}, {}, None
+        self._events, self._known, self._constants, self._views, self._chance = [], {}, {}, {}, None
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -222,8 +224,27 @@ class Tape:
         written = event.writes
         if self._inside or event.name in _SILENT or (not event.made and written is None):
             return
-        if torch.is_grad_enabled() or (written is not None and id(written) in self._known):
+        if written is not None:
+            others = nested_tensors((event.args[1:], event.kwargs))
+            # what is written to a tensor from elsewhere stands in the copy that is taken when it is first used
+            used = self._on_tape(written) or self._know_view(written)
+            if used or (torch.is_grad_enabled() and any(id(x) in self._known for x in others)):
+                self._note(event)
+        elif torch.is_grad_enabled():
             self._note(event)
+        elif (base := _base(event)) is not None and (self._on_tape(base) or id(base) in self._views):
+            self._views[id(event.made[0])] = event
+
+    def _on_tape(self, x: Tensor) -> bool:
+        return id(x) in self._known or id(x) in self._constants
+
+    def _know_view(self, x: Tensor) -> bool:
+        """Note how a part that is written to was taken, without gradient, of a tensor on the tape; False: of none."""
+        event = self._views.get(id(x))
+        if event is not None and (base := _base(event)) is not None:
+            self._know_view(base)
+            self._note(event)
+        return event is not None
 
     def _note(self, event: Event) -> None:
         if len(self._events) >= LONGEST:
@@ -238,14 +259,33 @@ class Tape:
 
 def leading_to(loss: Tensor, events: list[Event]) -> list[Event]:
     """The events that a loss hangs on, in order: what is made of them only for a log is left out."""
-    needed, kept = {id(loss)}, []
+    needed, memory, kept = {id(loss)}, {_memory(loss)}, []
     for event in reversed(events):
         written = event.writes
         draws = any(word in event.name for word in DRAWS)
-        if draws or isinstance(event.call, nn.Module) or not needed.isdisjoint(map(id, [*event.made, written])):
-            needed.update(id(x) for x in nested_tensors((event.args, event.kwargs)))
+        # who writes to a part (a row) of a tensor writes to the tensor
+        reaches = not needed.isdisjoint(map(id, event.made)) or (written is not None and _memory(written) in memory)
+        if draws or isinstance(event.call, nn.Module) or reaches:
+            given = nested_tensors((event.args, event.kwargs))
+            for x in given:
+                needed.add(id(x))
+                memory.add(_memory(x))
             kept.append(event)
     return kept[::-1]
+
+
+def _memory(x: Tensor) -> int:
+    """Which memory a tensor lies in: equal for a tensor and its parts while they live."""
+    plain = x.layout is torch.strided and not x.is_meta and x.numel() > 0
+    return x.untyped_storage().data_ptr() if plain and type(x) in (Tensor, nn.Parameter) else id(x)
+
+
+def _base(event: Event) -> Tensor | None:
+    """The tensor of which a call returns a part, or another view; None where it returns something new."""
+    first = event.args[0] if event.args else None
+    if not isinstance(first, Tensor) or len(event.made) != 1 or event.made[0] is first:
+        return None
+    return first if _memory(first) == _memory(event.made[0]) else None
 
 
 def _lives(x: Tensor) -> bool:
