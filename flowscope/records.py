@@ -40,15 +40,19 @@ def split_key(key: str) -> tuple[str, str | None]:
     return metric, flow or None
 
 
+BRANCHES = "branches"
+"""The kind of places that run beside each other."""
+
+
 @dataclass(frozen=True)
 class FlowLayout:
     """What detectors and panels need to know of a flow, without the model.
 
     `kind` is one of "blocks" (a stack of residual or other blocks), "stage" (one stage of a convnet), "network" (all
     stages behind each other), "chain" (parametrised layers one after another), "concat" (DenseNet: a point is a
-    layer's new features), "time" (calls or steps of a recurrent layer), "gates" (no points: gates of the user's own
-    model). `cell` is the class of a recurrent layer ("RNN", "LSTMCell"), "found" for gates that the user did not name,
-    else empty.
+    layer's new features), "time" (calls or steps of a recurrent layer), "branches" (places that run beside each other:
+    norms, and nothing between two of them), "gates" (no points: gates of the user's own model). `cell` is the class of
+    a recurrent layer ("RNN", "LSTMCell"), "found" for gates that the user did not name, else empty.
     """
 
     name: str

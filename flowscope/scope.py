@@ -6,6 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import Run, Sink
 from flowscope.steps.backward_losses import BackwardLosses
 from flowscope.steps.driver import StepCount, StepDriver
+from flowscope.steps.marks import Marks
 from flowscope.steps.optimizers import OwnOptimizers
 from flowscope.steps.unstepped import Unstepped
 from flowscope.summary import summarize
@@ -177,14 +179,16 @@ class Scope:
         view.connections = enter("connections", lambda: view.connections, otherwise=[])
         observation = Observation(view, given.config, hooks, given.instruments)
         recorder.specs.update(specs_of([*observation.instruments, *(c for _, c in view.connections)]))
-        own = OwnOptimizers(view.model, given.optimizer)
+        some = lambda: view.parameters.some(8).values()  # noqa: E731
+        own = OwnOptimizers(view.model, given.optimizer, Marks(hooks.turns, some))
         hooks.optimizers = lambda: own.known
-        self._unstepped = Unstepped(own, hooks.turns, lambda: view.parameters.some(3).values(), recorder.tell)
+        self._unstepped = Unstepped(own, hooks.turns, some, recorder.tell)
         count = StepCount(given.schedule, given.config, self._faults)
         driver = StepDriver(own, observation, recorder, count, given.schedule)
         if given.scaler is not None:
             driver.use_scaler(given.scaler)
         self._faults.guard("ranks", driver.ranks.others.attach)
+        observation.on_forward = partial(self._unstepped.forward, driver.count, observation.on_forward)
         return driver
 
     def _bind(self, recorder: Recorder, callbacks: Sequence[AlertCallback]) -> None:

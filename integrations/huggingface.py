@@ -14,7 +14,7 @@ import flowscope
 from flowscope.errors import FlowscopeError
 from flowscope.faults import is_off
 from flowscope.integrations.model_loss import ModelLoss
-from flowscope.integrations.trainer import TrainerWatch
+from flowscope.integrations.trainer import TrainerWatch, module_in
 from flowscope.integrations.tried_steps import TriedSteps, own_loss
 from flowscope.records import Alert
 
@@ -61,13 +61,16 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wrap, if asked to."""
-        self._wrap(kwargs["model"])
+        if self._mode is not None and (model := module_in(kwargs["model"])) is not None:
+            self._wrap(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach: the model is prepared, the optimizer made, nothing has run."""
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        model, optimizer = module_in(kwargs["model"]), kwargs.get("optimizer")
+        if model is None:
+            return
         if self._mode is not None and not flowscope.is_wrapped(model):
             raise FlowscopeError(
                 f"FlowscopeCallback(mode={self._mode!r}): got a model that is not wrapped, and its optimizer exists "
@@ -89,13 +92,15 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         saved = saved[0] if isinstance(saved, list) else saved
         if state.global_step > 0 and (restored := saved["attributes"].get("restored")):
             scope.load_state_dict(restored)
+        elif state.global_step > 0 and scope.optimizers:  # of a checkpoint made without the callback
+            scope.step(step=state.global_step)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
         if self._tried is not None:
-            self._tried.step_begins(_optimizers(kwargs["optimizer"]))
+            self._tried.step_begins(_optimizers(kwargs.get("optimizer")))
         if args.world_size > 1 and self.scope is not None and self.scope.optimizers:
             self._hand_over(args)
 
@@ -134,7 +139,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
     def _try_inputs(self, given: dict[str, Any], *, last: bool = False) -> None:
         if self._tried is not None and self._passing is not None and (last or self._passing.full):
             self._tried.close()
-            self._try_batches(given["model"], _optimizers(given["optimizer"]), last=last)
+            self._try_batches(given["model"], _optimizers(given.get("optimizer")), last=last)
 
     def close(self) -> None:
         """Detach and finish the files; the Trainer has no event for a training that ends by an exception."""
@@ -145,6 +150,10 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
         if self._tried is not None:
             self._tried.close()
         self._loss = self._tried = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Likewise."""
+        return super().__getstate__() | {"_loss": None, "_tried": None}
 
     def state(self) -> dict[str, Any]:
         """The scope's state (step count, baselines, standing alerts), for the Trainer's checkpoints."""

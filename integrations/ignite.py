@@ -14,7 +14,7 @@ from torch import nn
 
 import flowscope
 from flowscope.errors import FlowscopeError
-from flowscope.integrations.trainer import AlertAction, with_stop
+from flowscope.integrations.trainer import AlertAction, LossReader, with_stop
 from flowscope.records import Alert
 
 try:
@@ -45,7 +45,8 @@ def attach(
         engine: the trainer.
         model: the model it trains.
         optimizer: as in `flowscope.watch`.
-        output_transform: from `engine.state.output` to the loss; what `create_supervised_trainer` returns is one.
+        output_transform: from `engine.state.output` to the loss. What `create_supervised_trainer` returns is one, and
+            in a mapping or a list of such (MONAI's) its "loss" is found; else it is told once that none is seen.
         on_alert: as in `flowscope.watch`; `StopTraining` ends the run like `stop_on`.
         stop_on: alert kinds ("vanishing_gradient") or severities ("error") that call `engine.terminate()`.
         **watch_options: passed on to `flowscope.watch`; `scaler` is the engine's own where it made one.
@@ -56,8 +57,9 @@ def attach(
 
     def completed(_: Engine) -> None:
         if not scope.closed:
-            scope.step(loss=output_transform(engine.state.output))
+            losses.hand_over(scope, output_transform(engine.state.output))
 
+    losses = LossReader("pass output_transform=lambda output: ... to attach")
     options = {"scaler": getattr(engine.state, "scaler", None), **watch_options}
     scope = flowscope.watch(model, optimizer, **with_stop(options, stop, on_alert, stop_on))
     if engine.state.iteration > 0:

@@ -6,6 +6,7 @@ trainer = lightning.pytorch.Trainer(callbacks=[FlowscopeCallback(on_alert=print,
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,24 @@ from typing import Any
 import torch
 
 from flowscope.errors import CannotJudgeError, FlowscopeError
-from flowscope.integrations.trainer import TrainerWatch
+from flowscope.integrations.trainer import TrainerWatch, loss_in
 from flowscope.records import Alert
 from flowscope.torch_internals import scale_of
 
 try:
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        raise ImportError("the script trains with the package of the older name")
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
 except ImportError as error:
-    raise FlowscopeError(
-        'flowscope.integrations.lightning needs Lightning, which is not installed: pip install "flowscope[lightning]".'
-    ) from error
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+        from pytorch_lightning.loggers import TensorBoardLogger  # type: ignore[assignment]
+    except ImportError:
+        raise FlowscopeError(
+            "flowscope.integrations.lightning needs Lightning, and neither lightning nor pytorch_lightning is "
+            'installed: pip install "flowscope[lightning]".'
+        ) from error
 
 
 class FlowscopeCallback(TrainerWatch, Callback):
@@ -67,6 +75,7 @@ class FlowscopeCallback(TrainerWatch, Callback):
         def stop(alert: Alert) -> None:
             trainer.should_stop = True
 
+        before = self.scope.state_dict() if self.scope is not None else None
         self._close()
         self._await_batches(_training_loss, partial(_silent, trainer))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -74,13 +83,26 @@ class FlowscopeCallback(TrainerWatch, Callback):
         self._loss_comes_early = trainer.world_size > 1 and scaler is None and bool(trainer.optimizers)
         options = {"scaler": self._options.get("scaler", scaler), "log_dir": self._find_log_dir(trainer)}
         scope = self._watch(pl_module, trainer.optimizers or None, stop, trainer.global_step, **options)
-        if self._restored:
-            scope.load_state_dict(self._restored)
-            self._restored = None
+        # steps go on where the trainer's do: from a checkpoint, in a second fit
+        if state := self._restored or (before if trainer.global_step > 0 else None):
+            scope.load_state_dict(state)
+        self._restored = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on counting from a checkpoint that was made without the callback: its steps are known only now."""
+        done = trainer.global_step // max(len(trainer.optimizers), 1)
+        if self.scope is not None and done and trainer.optimizers and self.scope.state_dict()["step"] == 0:
+            self.scope.step(step=done)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Hand over the loss among other processes: given before the step ends, it becomes the mean of all."""
-        if self._loss_comes_early:
+        """Hand over the loss among other processes: given before the step ends, it becomes the mean of all.
+
+        A module that optimizes by hand returns none: of its losses a step has the mean.
+        """
+        if not pl_module.automatic_optimization:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self._hand_over(trainer, pl_module, loss if scaler is None else loss / scale_of(scaler))
+        elif self._loss_comes_early:
             self._hand_over(trainer, pl_module, loss)
         if self._passing is not None:
             self._micro += (loss.detach(),)
@@ -112,8 +134,10 @@ class FlowscopeCallback(TrainerWatch, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hand over the loss; the optimizer's step hook counts the steps."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self.scope is not None and self._loss_comes_early:
+        loss = loss_in(outputs)
+        if not pl_module.automatic_optimization:
+            pass  # its losses came before
+        elif self.scope is not None and self._loss_comes_early:
             self.scope.step()  # the step has its loss: the next one belongs to the next
         elif isinstance(loss, torch.Tensor):
             self._hand_over(trainer, pl_module, loss)

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import flowscope
 from flowscope.arguments import alert_callbacks, check_names, stop_kinds
-from flowscope.errors import StopTraining
-from flowscope.faults import is_off
+from flowscope.config import WatchConfig
+from flowscope.errors import FlowscopeError, StopTraining
+from flowscope.faults import LOGGER, is_off
 from flowscope.records import Alert, Event
+from flowscope.sinks import Sink
 from flowscope.trials.bench import Loss
 from flowscope.trials.passing import Passing
 
+ATTACHED = ("scope", "_passing")
+"""What of a callback belongs to one training, and is not saved with it."""
 AlertAction = Callable[[Alert], object]
 
 
@@ -34,6 +39,10 @@ class TrainerWatch:
         on_alert: likewise; `StopTraining` ends the run like `stop_on`.
         stop_on: alert kinds or severities that end it.
         check: make the trials of `flowscope.check` on a copy of the model and of the first batches, and print them.
+        flows: as in `flowscope.watch`.
+        gates: likewise.
+        sinks: likewise.
+        config: likewise.
         **watch_options: passed on to `flowscope.watch`.
 
     Attributes:
@@ -49,6 +58,11 @@ class TrainerWatch:
         on_alert: AlertAction | Iterable[AlertAction] | None = None,
         stop_on: str | Iterable[str] | None = None,
         check: bool = False,
+        # by name, since a command line (LightningCLI) takes what it finds in a signature
+        flows: Sequence[str] | None = None,
+        gates: Sequence[str] | str | None = None,
+        sinks: Iterable[Sink] = (),
+        config: WatchConfig | dict[str, Any] | None = None,
         **watch_options: Any,
     ) -> None:
         self.scope: flowscope.Scope | None = None
@@ -56,6 +70,8 @@ class TrainerWatch:
         self._check = check
         self._passing: Passing | None = None
         self._mode = mode
+        further = {"flows": flows, "gates": gates, "sinks": sinks, "config": config}
+        watch_options |= {name: value for name, value in further.items() if value is not None and value != ()}
         self._options = {"log_dir": log_dir, "every": every, **watch_options}
         check_names(watch_options, [*inspect.signature(flowscope.watch).parameters])
         self._on_alert, self._stop_on = alert_callbacks(on_alert), _stop_kinds(stop_on, watch_options)
@@ -75,6 +91,10 @@ class TrainerWatch:
             self.scope.resumes()
         return self.scope
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was given, without what is attached to a model: a trainer may save its callbacks."""
+        return {name: value for name, value in vars(self).items() if name not in ATTACHED} | dict.fromkeys(ATTACHED)
+
     def _await_batches(self, loss: Loss, ready: Callable[[nn.Module], object] = lambda model: None) -> None:
         """Begin to copy batches for the trials, if asked to."""
         self._passing = Passing(loss, ready) if self._check and not is_off() else None
@@ -84,6 +104,48 @@ class TrainerWatch:
         if self._passing is not None and (self._passing.full or last):
             passing, self._passing = self._passing, None
             self.check_report = passing.check(model, optimizers)
+
+
+def module_in(model: Any) -> nn.Module | None:
+    """The module that a trainer's model is or holds (`model_body`, `module`, `model`); None, and one line, without."""
+    held = [model, *(getattr(model, name, None) for name in ("model_body", "module", "model"))]
+    found = next((one for one in held if isinstance(one, nn.Module)), None)
+    if found is None:
+        LOGGER.warning("flowscope: nothing is watched: %s is no torch.nn.Module and holds none", type(model).__name__)
+    return found
+
+
+def loss_in(output: Any) -> Tensor | float | None:
+    """The loss in what a training step returned: itself, its entry "loss", that of the first of a list of such."""
+    if isinstance(output, (Tensor, Real)):
+        return output  # type: ignore[return-value]
+    if isinstance(output, Mapping):
+        return loss_in(output.get("loss"))
+    return loss_in(output[0]) if isinstance(output, list) and output and isinstance(output[0], Mapping) else None
+
+
+class LossReader:
+    """Hands losses to a scope; where a step's output holds none, this is told once and steps go on without.
+
+    Args:
+        fix: what the line says to do.
+    """
+
+    def __init__(self, fix: str) -> None:
+        self._fix = fix
+        self._told = False
+
+    def hand_over(self, scope: flowscope.Scope, output: Any) -> None:
+        """The step that made this output has ended."""
+        loss = loss_in(output)
+        try:
+            scope.step(loss=loss)
+        except FlowscopeError:  # a complex loss, say
+            loss = None
+            scope.step()
+        if loss is None and not self._told:
+            self._told = True
+            LOGGER.warning("flowscope: no loss is seen in a step's output (%s): %s", type(output).__name__, self._fix)
 
 
 class StopSink:

@@ -475,13 +475,36 @@ def test_pausing_and_resuming(told: Told) -> None:
 def test_a_loop_without_an_optimizer(told: Told) -> None:
     model = Tiny()
     with watched(model) as scope:
-        passes(model)
-        scope.step()
-        passes(model)
-        scope.step(loss=1.0)
+        for loss in (None, 1.0):
+            passes(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)
+            scope.step(loss=loss)
         assert told(scope) == 2 * lines("""
             FORWARD -> RUNNING
             MARKED -> ENDED replay scale read measure end
+        """)
+
+
+def test_calls_that_may_be_micro_batches_wait_for_the_next_forward(told: Told) -> None:
+    model = Tiny()
+    with watched(model) as scope:
+        passes(model)
+        scope.step()
+        passes(model)
+        scope.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        passes(model)
+        assert told(scope) == lines("""
+            FORWARD -> RUNNING
+            HELD -> UPDATING replay scale read
+            FAILED -> RUNNING forget
+            FORWARD -> RUNNING review
+            HELD -> UPDATING replay scale read
+            LAST -> ENDED measure end
+            FORWARD -> RUNNING
         """)
 
 

@@ -19,7 +19,7 @@ from flowscope.detectors.collapse import common_mode_grew, learn_start, sample_d
 from flowscope.detectors.detector import ANY_FLOW, Array, Detector, Finding, said
 from flowscope.detectors.losses import losses_of
 from flowscope.detectors.rows import FlowView, each_flow, labels_of
-from flowscope.records import FlowLayout, Record, RunHeader, Severity
+from flowscope.records import BRANCHES, FlowLayout, Record, RunHeader, Severity
 
 ZERO_RECORDS = 3
 """A gradient that is exactly zero may be a start (zero-initialised heads, LoRA's A): it counts after three records."""
@@ -66,7 +66,7 @@ def gradient_flows(record: Record, header: RunHeader) -> Iterator[FlowView]:
     """The flows whose gradient is judged: with a flow `network` over all stages, not each stage again."""
     whole = any(layout.kind == "network" for layout in header.flows)
     for view in each_flow(record, header):
-        if not (whole and view.layout.kind == "stage"):
+        if view.layout.kind != BRANCHES and not (whole and view.layout.kind == "stage"):
             yield view
 
 

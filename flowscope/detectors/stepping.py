@@ -17,6 +17,9 @@ UNDONE, UNDONE_RECORDS = 0.1, 5
 """A step of which less is left, so many records in a row, is undone (averages of two sets of weights leave half)."""
 UNMOVED_RECORDS = 3
 """Weights that did not move though nothing says why: one record may be a step that was left out."""
+NEVER_MOVED_RECORDS = 8
+"""Likewise from the start on under an optimizer that counts its steps: it may leave the first out on purpose (while
+the variance of its second moments is not known, six)."""
 ROUNDING = 1e-6
 """An expected change below this share of the weights may be lost to rounding: that is no stale optimizer."""
 CONVERGED = 1e-2
@@ -96,7 +99,9 @@ class StaleParameters(Detector):
                 f"{count} parameters got a gradient and the step changed not one entry of them (the first is {first}): "
                 "what is stepped is not what the model computes with"
             )
-            yield self.found(module_of(first), count, 0.0, message, severity="error", records=UNMOVED_RECORDS)
+            waits = not self.state["moved"] and "optimizer_steps" in record.metrics
+            records = NEVER_MOVED_RECORDS if waits else UNMOVED_RECORDS
+            yield self.found(module_of(first), count, 0.0, message, severity="error", records=records)
 
     def _foreign(self, found: Held, record: Record, header: RunHeader) -> Finding:
         """No optimizer of this model has stepped, another one has, and nothing else moves the weights."""

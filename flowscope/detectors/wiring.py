@@ -122,7 +122,12 @@ class NoGradient(Detector):
             yield self.unseen(cause="unused")
             return
         if held is not None and held.steps.size:
-            missing &= held.held  # what no optimizer holds may be cut on purpose
+            # what no optimizer holds may be cut on purpose; one that had no turn (a delayed actor) used no gradient
+            waits = bool((missing & held.held & ~held.turn).any())
+            missing &= held.turn
+            if waits and not missing.any():
+                yield self.unseen(cause="unused")
+                return
         ungraphed = self._ungraphed(record, header, missing if held is None else missing & held.turn)
         if ungraphed.any():
             first, without = parameter_name(record, header, int(np.argmax(ungraphed))), int(ungraphed.sum())
@@ -171,7 +176,9 @@ class NoGradient(Detector):
         return _lie_under(parents, missing & (held == 1), record, header)
 
     def _frozen(self, record: Record, header: RunHeader, trainable: Array) -> Iterable[Finding]:
-        frozen = trainable == 0
+        # what got a gradient in this step is frozen for the turn of another optimizer only (a GAN that toggles halves)
+        norms = record.metrics.get("param_grad_norm", np.full(trainable.shape, np.nan))
+        frozen = (trainable == 0) & ~(norms > 0)
         if not frozen.any():
             return
         count, total = int(frozen.sum()), int(frozen.size)

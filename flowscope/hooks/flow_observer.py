@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flowscope.hooks.calls import ENTRY, Calls, PointKey
 from flowscope.hooks.hooks import Hooks
+from flowscope.hooks.lineage import FlowLineage, Lineage
 from flowscope.hooks.points import Deposits, PointMeasure
 from flowscope.model.hidden_state import AxisReader, beside, hidden_input, hidden_output, is_compiling
 from flowscope.model.plan import Flow, display_path
@@ -39,6 +40,7 @@ class FlowObserver:
         hooks: where it registers.
         buffer: in which its points have their rows.
         borrowed: path -> the flow that watches this module already; its rows are this flow's too.
+        lineage: which points of the model come from which.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class FlowObserver:
         hooks: Hooks,
         buffer: DepositBuffer,
         borrowed: Mapping[str, FlowObserver],
+        lineage: Lineage,
     ) -> None:
         self.flow, self.hooks, self.switch, self.canary = flow, hooks, hooks.switch, hooks.canary
         self.fuse = f"flow {flow.name}"
         self.borrowed = borrowed
         self.seen = Deposits(buffer, measures)
-        self.calls = Calls(flow, self.seen.begin_pass)
+        self.lineage = FlowLineage(flow, None if flow.kind == "time" else lineage)
+        self.calls = Calls(flow, self._begin_pass)
         self.paths = [display_path(path) for path in flow.outputs]
         self._readers: list[AxisReader] = []
         self._labelled: tuple[list[PointKey], tuple[str, ...]] = ([], ())
@@ -71,6 +75,10 @@ class FlowObserver:
             self.seen.row((ENTRY, 0))
 
     # -- forward -------------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        self.seen.begin_pass()
+        self.lineage.begin_pass()
 
     def _called(self) -> str | None:
         """How the hook is called; None where nobody looks: paused, or a pass that trains nothing."""
@@ -107,6 +115,8 @@ class FlowObserver:
         key, with_grad = (ENTRY, 0), torch.is_grad_enabled()
         seen = self.seen.look(key, x, self._readers[0])
         self.calls.entered(with_grad=with_grad, tracked=tracked, recomputing=recomputing)
+        if with_grad and not recomputing:
+            self.lineage.entered(x)
         if tracked:
             self.seen.hold_entry(None)
             self._register(x, key, seen, ambiguous=recomputing and self.calls.ambiguous(ENTRY))
@@ -135,11 +145,22 @@ class FlowObserver:
                 if called == RECOMPUTED
                 else self.calls.returned(index, x, (args, kwargs), with_grad=torch.is_grad_enabled())
             )
-            if key is not None and x is not None:
-                self._observe(key, x, like, beside(output, x), recomputing=called == RECOMPUTED)
+            if key is None or x is None:
+                return
+            follows = called == PLAIN
+            if follows and torch.is_grad_enabled():
+                follows = self.lineage.returned(key, (args, kwargs), x)
+            self._observe(key, x, like, beside(output, x), follows=follows, recomputing=called == RECOMPUTED)
 
     def _observe(
-        self, key: PointKey, x: Tensor, like: Tensor | None, others: Sequence[Tensor], *, recomputing: bool
+        self,
+        key: PointKey,
+        x: Tensor,
+        like: Tensor | None,
+        others: Sequence[Tensor],
+        *,
+        follows: bool,
+        recomputing: bool,
     ) -> None:
         index = key[0]
         if not x.requires_grad:
@@ -147,8 +168,7 @@ class FlowObserver:
             return
         # in a recomputation the block's input is the point before
         before = like if recomputing and self.flow.entry is not None else None
-        reader, follows = self._readers[index], not recomputing
-        seen = self.seen.look(key, x, reader, follows=follows, before=before, beside=others)
+        seen = self.seen.look(key, x, self._readers[index], follows=follows, before=before, beside=others)
         if index == len(self.flow.outputs) - 1:
             self.canary.count("forward", x)
         self.calls.track(key, recomputing=recomputing)

@@ -16,7 +16,7 @@ from flowscope.record_builder import RecordBuilder
 
 
 class OptimizerAge(Instrument):
-    """The largest step count in the state of the optimizers (Adam and its kin keep one a parameter)."""
+    """The largest step count in the state of the optimizers (Adam and its kin keep one a parameter, or a group)."""
 
     name = "optimizer_age"
     metrics = (
@@ -49,13 +49,15 @@ def age_of(optimizers: Any) -> float:
 
     A count that lies on a device is not waited for.
     """
-    counts = [count for optimizer in optimizers if np.isfinite(count := _count(getattr(optimizer, "state", {})))]
+    counts = [count for optimizer in optimizers if np.isfinite(count := _count(optimizer))]
     return max(counts, default=float("nan"))
 
 
-def _count(state: Any) -> float:
-    for kept in state.values():
-        count = kept.get("step") if isinstance(kept, dict) else None
+def _count(optimizer: Any) -> float:
+    groups = getattr(optimizer, "param_groups", ())
+    # some keep one count a group of parameters: apex as "step", schedule-free ones and Prodigy as "k"
+    for kept in (*getattr(optimizer, "state", {}).values(), *groups):
+        count = kept.get("step", kept.get("k")) if isinstance(kept, dict) else None
         if isinstance(count, (int, float)) or (isinstance(count, Tensor) and count.device.type == "cpu"):
             return float(count)
     return float("nan")

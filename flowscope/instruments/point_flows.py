@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from flowscope.hooks import compiled
 from flowscope.hooks.calls import PointKey
 from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.hooks.hooks import Hooks
+from flowscope.hooks.lineage import Lineage
 from flowscope.hooks.points import FlowStep, PointMeasure, Stranger, placed
 from flowscope.instruments.beside import METRICS as BESIDE
 from flowscope.instruments.beside import Beside
@@ -37,12 +39,15 @@ from flowscope.instruments.widths import Widths
 from flowscope.model.plan import Flow
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
-from flowscope.records import FlowLayout
+from flowscope.records import BRANCHES, FlowLayout
+from flowscope.sums import point_metrics
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.statistics import BACKWARDS, COLUMNS, ELEMENTS, GRAD_SQUARE, SQUARE, TO_INPUT
 
 EXACT_AT = COLUMNS + Beside.columns
 """Where the columns of `ExactPoints` begin, if there are any."""
+BETWEEN = ("gain", "gradient_product")
+"""Norms of two points of one chain: branches have none."""
 
 
 class PointFlows(Instrument):
@@ -57,6 +62,7 @@ class PointFlows(Instrument):
     def __init__(self, config: WatchConfig) -> None:
         self._config = config
         self.flows: list[FlowObserver] = []
+        self._lineage = Lineage()
         self._forwards = 0
         self._aside: list[Tensor] = []
         """Rows of passes of the first step that left no gradient: inner ones of an attack or of a meta-learner, or
@@ -85,7 +91,7 @@ class PointFlows(Instrument):
             if flow.entry is not None and flow.entry in owners and owners[flow.entry].flow.entry == flow.entry:
                 borrowed[flow.entry] = owners[flow.entry]
             measures = self._measures(flow, hooks, streams=flow.name in streams)
-            observer = FlowObserver(view.model, flow, measures, hooks, self.buffer, borrowed)
+            observer = FlowObserver(view.model, flow, measures, hooks, self.buffer, borrowed, self._lineage)
             built[flow.name] = observer
             if flow.kind != "network":
                 owners.update(dict.fromkeys(flow.outputs, observer))
@@ -144,7 +150,9 @@ class PointFlows(Instrument):
         rows, self._aside = [*self.buffer.take(), *self._aside], []
         kept = [[measure.take() for measure in flow.seen.measures] for flow in self.flows]
         sums = PointRows(self.buffer, rows, self.flows, self._fixed)
-        step = StepOfFlows(sums, [flow.calls.points() for flow in self.flows], self._forwards, kept)
+        points = [flow.calls.points() for flow in self.flows]
+        on = [flow.lineage.on_chain(of_flow) for flow, of_flow in zip(self.flows, points, strict=True)]
+        step = StepOfFlows(sums, points, on, self._forwards, kept)
         tensors = [tensor for flow in kept for taken in flow for some in taken.values() for tensor in some]
         return Taken(self.name, [*rows, *tensors], partial(self._read, step), sums.parts)
 
@@ -158,6 +166,7 @@ class PointFlows(Instrument):
     def drop(self) -> None:
         """Forget also what forwards under way wait with."""
         self.discard()
+        self._lineage.step_ended()
         for flow in self.flows:
             flow.forget()
 
@@ -166,15 +175,20 @@ class PointFlows(Instrument):
     def _read(self, step: StepOfFlows, out: RecordBuilder, parts: list[Array]) -> None:
         step.take_over(parts)
         stages = tuple(self._view.stages)
-        for at, flow in enumerate(self.flows):
-            # evaluations inside a right-hand side are no chain
-            if not stages or not all(path.startswith(stages) for path in flow.flow.outputs):
-                self._hooks.faults.guard(flow.fuse, self._flow, out, flow, step, at)
+        # evaluations inside a right-hand side are no chain
+        shown = [at for at, flow in enumerate(self.flows) if not (stages and _inside(flow, stages))]
+        for part in (self._flow, self._branches):  # branches have no place among the flows: they come behind
+            for at in shown:
+                self._hooks.faults.guard(self.flows[at].fuse, part, out, self.flows[at], step, at)
 
     def _flow(self, out: RecordBuilder, flow: FlowObserver, step: StepOfFlows, at: int) -> None:
-        points = step.points[at]
+        points, (rows, calls) = step.points[at], step.rows.of(flow, step.points[at])
+        on = step.on[at] = flow.lineage.confirmed(points, step.on[at], calls[1], rows[:, BACKWARDS])
+        if sum(on) < 2 <= len(points):
+            step.on[at] = [False] * len(points)
+            return
+        points, rows, calls = [*compress(points, on)], rows[on], calls[:, on]
         labels = flow.labels(points)
-        rows, calls = step.rows.of(flow, points)
         if compiled.was_traced(rows[:, ELEMENTS] > 0, calls.sum(0)):
             calls = np.full_like(calls, np.nan)
             labels = compiled.with_calls(labels, rows[:, BACKWARDS], step.forwards)
@@ -182,6 +196,19 @@ class PointFlows(Instrument):
         out.flow(FlowLayout(flow.flow.name, flow.flow.kind, labels, labels[1:], self._cell(flow)))
         for measure, kept in zip(flow.seen.measures, step.kept[at], strict=True):
             measure.read(out, FlowStep(points, labels, rows, calls, kept))
+
+    def _branches(self, out: RecordBuilder, flow: FlowObserver, step: StepOfFlows, at: int) -> None:
+        """What runs beside the chain, or instead of one: each place has its norms, and no neighbour."""
+        points = [point for point, on in zip(step.points[at], step.on[at], strict=True) if not on]
+        if not points:
+            return
+        labels, (rows, calls) = flow.labels(points), step.rows.of(flow, points)
+        name = f"{flow.flow.name}.{BRANCHES}" if any(step.on[at]) else flow.flow.name
+        out.flow(FlowLayout(name, BRANCHES, labels, ()))
+        norms = {**point_metrics.flow_metrics(rows), "forward_calls": calls[0], "tracked_calls": calls[1]}
+        for metric, values in norms.items():
+            if metric not in BETWEEN:
+                out.add(metric, values, labels)
 
     def _note_compiled(self, out: RecordBuilder, labels: Sequence[str], picked: Array) -> None:
         out.note(compiled.NOT_MEASURED)
@@ -199,6 +226,10 @@ class PointFlows(Instrument):
         return type(self._view.model.get_submodule(outputs[-1])).__name__
 
 
+def _inside(flow: FlowObserver, stages: tuple[str, ...]) -> bool:
+    return all(path.startswith(stages) for path in flow.flow.outputs)
+
+
 @dataclass
 class StepOfFlows:
     """What one step showed of the flows.
@@ -206,12 +237,14 @@ class StepOfFlows:
     Attributes:
         rows: the sums at the points.
         points: of each flow, in depth order.
+        on: which of them are on its chain.
         forwards: how often the root ran with gradient (0: it runs inside compiled code).
         kept: of each flow and measure, what it took beside the rows; on the host once `take_over` was called.
     """
 
     rows: PointRows
     points: Sequence[list[PointKey]]
+    on: list[list[bool]]
     forwards: int
     kept: list[list[dict[PointKey, list[Any]]]]
 

@@ -16,6 +16,7 @@ from flowscope.model.structure import (
     Named,
     children,
     family,
+    has_forward,
     has_parameters,
     is_atom,
     is_block,
@@ -108,7 +109,11 @@ class Search:
             if len(names) < 2 or not parts or not (whole or len(branches) >= 2):
                 continue
             if not whole:
-                self._take_parts(path, names, branches, rest)
+                if _pyramid([_members(join(path, n), rest[n]) for n in branches]):
+                    beside = ", ".join(branches)
+                    self.notes.append(f"{display_path(path)}: {beside} run beside each other, as their widths say")
+                else:
+                    self._take_parts(path, names, branches, rest)
             for name in parts:
                 if whole and not is_norm(next(rest[name].children())):
                     self.notes.append(f"{display_path(join(path, name))}: a part of each block beside it")
@@ -144,7 +149,7 @@ class Search:
 
     def _callable(self, container: str, found: list[Named]) -> list[Named]:
         """Lists of lists are never called: their members stand for them."""
-        if any(_has_forward(m) for _, m in found):
+        if any(has_forward(m) for _, m in found):
             return found
         members = [item for path, m in found for item in _members(path, m) if is_block(item[1]) or is_step(item[1])]
         if members:
@@ -252,11 +257,6 @@ def _size(items: list[Named]) -> int:
     return sum(size(m) for m in {id(m): m for _, m in items}.values())
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called: not a bare list, dict or nn.Module that only holds others."""
-    return type(unwrap(module)).forward is not nn.Module.forward
-
-
 def _is_list(module: nn.Module) -> bool:
     """Not a plain ModuleDict with names for keys: those are named parts or tasks."""
     if isinstance(module, nn.ModuleDict):
@@ -284,7 +284,7 @@ def _inner(path: str, module: nn.Module, depth: int = 2) -> list[Named]:
     if isinstance(module, LISTS):
         groups = [[(name, child) for name, child in children(module) if _is_composition(child)]]
     for items in groups:
-        blocks = [(join(path, name), child) for name, child in items if _has_forward(child)]
+        blocks = [(join(path, name), child) for name, child in items if has_forward(child)]
         found = family(blocks, ordered=isinstance(module, nn.Sequential)) or (blocks if len(blocks) == 1 else [])
         if found and _richest(found) >= 2:
             return found
@@ -318,7 +318,14 @@ def _stages(items: list[Named], *, numbered: bool) -> list[list[Named]]:
 
 def _is_bare(module: nn.Module) -> bool:
     inner = unwrap(module)
-    return is_plain_sequential(inner) or not _has_forward(inner)
+    return is_plain_sequential(inner) or not has_forward(inner)
+
+
+def _pyramid(lists: list[list[Named]]) -> bool:
+    """Whether lists of layers that are run in turns cannot be one row: what one gives the next does not take."""
+    parts = [module for row in zip(*lists, strict=True) for _, module in row]
+    ends = [_ends(part) for part in parts if is_layer_sequence(part) or is_step(part)]
+    return len(ends) == len(parts) and any(out and into and out != into for (_, out), (into, _) in pairwise(ends))
 
 
 def _is_concat(items: list[Named]) -> bool:

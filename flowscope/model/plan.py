@@ -9,18 +9,21 @@ from typing import TypeVar, overload
 
 Item = TypeVar("Item")
 
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_OUTERMOST = _WRAPPERS | {"module", "_module", "_forward_module"}
+"""These wrap whole models only: inside of one, a child may bear such a name."""
 
 
 def display_path(path: str) -> str:
     """Return a module path as people know it: without what DDP, FSDP, torch.compile and checkpoint wrappers insert.
 
-    `module` is taken away at the head only, where DDP and DataParallel put it (a model may have a child of that name).
+    `module` (DDP, DataParallel, DeepSpeed), `_module` (Opacus) and `_forward_module` (Fabric) are taken away at the
+    head only: a model may have a child of that name.
     """
     parts = path.split(".")
-    while parts and parts[0] in _WRAPPERS:
+    while parts and parts[0] in _OUTERMOST:
         parts = parts[1:]
-    return ".".join(part for part in parts if part == "module" or part not in _WRAPPERS)
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,6 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 Named = tuple[str, nn.Module]
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+"""What only holds parameters, and is never called."""
 _WRAPPER_CHILDREN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION = re.compile(r"(lu\d?|swish|tanh|sigmoid|mish|activation|softplus|softsign|shrink)$", re.IGNORECASE)
@@ -213,10 +215,21 @@ def is_atom(module: nn.Module) -> bool:
     return not isinstance(inner, LISTS) and not inner._modules.keys() - {"parametrizations"}
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: not a bare list, dict or nn.Module that only holds others."""
+    return type(unwrap(module)).forward is not nn.Module.forward
+
+
 def is_step(module: nn.Module) -> bool:
     """A layer with weights that makes new features: no normalisation, activation or embedding."""
     inner = unwrap(module)
-    if not is_atom(inner) or is_norm(inner) or is_activation(inner) or is_embedding(inner):
+    if (
+        not is_atom(inner)
+        or is_norm(inner)
+        or is_activation(inner)
+        or is_embedding(inner)
+        or isinstance(inner, CONTAINERS)
+    ):
         return False
     return any(isinstance(p, UninitializedParameter) or p.dim() >= 2 for p in inner.parameters())
 

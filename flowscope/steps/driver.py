@@ -108,9 +108,18 @@ class StepDriver:
         return actions
 
     def mark(self) -> None:
-        """In a loop without an optimizer: the step ends here."""
-        if not self.own.known:
-            self._take(Event.MARKED)
+        """In a loop without an optimizer: the step ends here, unless this is one micro-batch of several."""
+        if self.own.known:
+            return
+        ends = self._attempt("steps", self.own.marks.marked, otherwise=True)
+        if self._machine.phase is Phase.UPDATING:  # no forward since the last call: what was read is read again
+            self._take(Event.FAILED)
+        self._take(Event.MARKED if ends else Event.HELD)
+
+    def _settle(self) -> None:
+        """What was waited for shows no more: the last call of `scope.step` ended a step."""
+        if self.own.marks.settle():
+            self._take(Event.LAST)
 
     def _take(self, event: Event, optimizer: Any = None) -> Actions:
         """As `on`, without a stop. What fails costs this step alone, which is a record without numbers then."""
@@ -155,6 +164,8 @@ class StepDriver:
 
     def _do(self, event: Event, optimizer: Any = None) -> Actions:
         if event is Event.FOUND:
+            if self.own.marks.settle():
+                self._do(Event.FAILED)
             self._attempt("passes", self._look)
         actions = self._machine.on(event)
         self._set_switch()
@@ -176,6 +187,9 @@ class StepDriver:
 
     def _forward_begins(self) -> bool:
         self._clock.runs_here()
+        if self.own.marks.waiting:
+            ended = self._attempt("steps", self.own.marks.forward, otherwise=True)
+            self._take(Event.LAST if ended else Event.FAILED)
         self._take(Event.FORWARD)
         # the process may end in this step: a record that waits for no loss is written before
         if (newest := self.ended.newest) is not None and (newest.loss.values or not self.losses.given):
@@ -308,6 +322,7 @@ class StepDriver:
         Alerts among ranks come at the same step everywhere.
         """
         with self.observation.faults.turn:
+            self._settle()
             if self.ranks.others.joined:
                 self._guard("ranks", self.ranks.poll)
             else:
@@ -329,6 +344,7 @@ class StepDriver:
 
     def finish(self) -> None:
         """Let go of the other ranks, and make records of all that ended."""
+        self._settle()
         self._guard("ranks", self.ranks.close)
         self._finish(everything=True)
 

@@ -16,9 +16,11 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from flowscope.errors import FlowscopeError
+from flowscope.faults import LOGGER
 from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.steps_of_all import Listener
 from flowscope.instruments.wiring import held_by
+from flowscope.steps.marks import Marks
 from flowscope.steps.phase import Action, Actions, Event
 from flowscope.torch_internals import (
     at_end_of_backward,
@@ -28,6 +30,10 @@ from flowscope.torch_internals import (
     steps_on_stack,
 )
 
+OTHER_ORDER = (
+    "flowscope: the optimizers step in another order than given: a step ends with that of %s, from the second on. "
+    "watch(model, [first, ..., last]) gives the order"
+)
 Tell = Callable[[Event, Optimizer], Actions]
 
 
@@ -37,11 +43,13 @@ class OwnOptimizers:
     Attributes:
         known: in the order they step.
         given: whether `watch` was given some; else they are found when they first step.
+        marks: what ends a step where there are none.
     """
 
-    def __init__(self, model: nn.Module, given: Any) -> None:
+    def __init__(self, model: nn.Module, given: Any, marks: Marks) -> None:
         self.known: list[Optimizer] = _as_list(given)
         self.given = bool(self.known)
+        self.marks = marks
         self._model = model
         self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -76,6 +84,14 @@ class OwnOptimizers:
             self.known[older[0]] = optimizer
         kept = [known for i, known in enumerate(self.known) if i not in older or known is optimizer]
         self.known = kept if optimizer in kept else [*kept, optimizer]
+
+    def comes_first(self, optimizer: Optimizer) -> None:
+        """Of several it is not the one whose step ends the training step, the last one is still."""
+        self.known = [optimizer, *(known for known in self.known if known is not optimizer)]
+
+    def comes_last(self, optimizer: Optimizer) -> None:
+        """Its step ends the training step."""
+        self.known = [*(known for known in self.known if known is not optimizer), optimizer]
 
     def _holds(self, held: set[int]) -> bool:
         return any(id(p) in held for p in self._model.parameters())
@@ -132,6 +148,9 @@ class OptimizerClock:
             self._own.take_in(optimizer)
             # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
             self._joining = optimizer if Action.JOIN in self._tell(Event.FOUND, optimizer) else None
+            self._place(optimizer)
+        elif not self._turns.of(optimizer):
+            self._place(optimizer)
         if self._stepping is optimizer:
             if steps_on_stack(optimizer) > 1:
                 self._nested += 1
@@ -145,6 +164,21 @@ class OptimizerClock:
             self._tell(Event.FAILED, optimizer)
         if optimizer is not self._joining:
             self._tell(Event.BEFORE_CLOSURE if _has_closure(args, kwargs) else Event.BEFORE, optimizer)
+
+    def _place(self, optimizer: Optimizer) -> None:
+        """An optimizer steps for the first time: its place in the order follows from what has stepped before it.
+
+        Where the one that is to be the last has stepped once before, the two take turns, and this one comes last. Where
+        it has stepped several times (a delayed actor), steps go on to end with it.
+        """
+        *others, last = self._own.known
+        if self._joining is not None or not others:
+            return
+        if last is not optimizer and self._turns.of(last) == 1:
+            self._own.comes_last(optimizer)
+            LOGGER.info(OTHER_ORDER, type(optimizer).__name__)
+        elif last is optimizer and not self._own.given and self._turns.of(others[-1]) > 1:
+            self._own.comes_first(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):

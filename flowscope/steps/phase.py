@@ -45,6 +45,7 @@ class Event(Word):
     AFTER, LAST: it has stepped, and another of this step is to come, or that ends the step.
     FAILED: the step of an optimizer, or the backward that it stepped in, has raised.
     FOREIGN: an optimizer that holds none of the model's parameters has stepped.
+    HELD: `scope.step` in a loop without an optimizer, and it may be one micro-batch of several: LAST or FAILED tells.
     SKIPPED: the GradScaler found inf and left the optimizer's step out.
     MARKED: `scope.step` in a loop without an optimizer: the weights have changed.
     BEGIN: it was decided whether the step under way is sampled.
@@ -54,7 +55,7 @@ class Event(Word):
     """
 
     FORWARD, RAN, FOUND, BEFORE, BEFORE_CLOSURE, AFTER, LAST, FAILED, FOREIGN, SKIPPED, MARKED = range(11)
-    BEGIN, LOAD, PAUSE, PAUSE_MIDWAY, RESUME = range(11, 16)
+    BEGIN, LOAD, PAUSE, PAUSE_MIDWAY, RESUME, HELD = range(11, 17)
 
 
 class Action(Word):
@@ -113,6 +114,7 @@ def _step_table() -> dict[tuple[Phase, Event], tuple[Phase, Actions]]:
     for phase in Phase:
         table[phase, Event.SKIPPED] = ended, (Action.SKIP,)
         table[phase, Event.MARKED] = ended, (Action.REPLAY, Action.SCALE, Action.READ, Action.MEASURE, Action.END)
+        table[phase, Event.HELD] = updating, (Action.REPLAY, Action.SCALE, Action.READ)
         table[phase, Event.LAST] = ended, (Action.MEASURE, Action.END)
         table[phase, Event.FAILED] = phase, (Action.FORGET,)
         table[phase, Event.LOAD] = first, ()
