@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench scripts corpus trials corridor harm rivals screenshots depth-study clean
+.PHONY: demo test browser check format bench scripts corpus trials corridor harm rivals screenshots depth-study docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -68,6 +68,10 @@ screenshots: $(VENV)/.ready-dev
 
 depth-study: $(VENV)/.ready-dev
 	$(BIN)/python examples/depth_study.py
+
+# the pages of docs/ as a site, in build/site
+docs: $(VENV)/.ready-dev
+	$(BIN)/python -m mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
     "README.zh.md",
+    "CONTRIBUTING.md",
+    "docs/index.md",
+    "docs/guide.md",
+    "docs/moved.md",
     "docs/metrics.md",
     "docs/how-it-works.md",
     "docs/write-your-own.md",
@@ -163,7 +167,9 @@ class Concatenating(nn.Module):
 # -- code
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/actions.md", "docs/from-the-articles.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "README.zh.md", "docs/guide.md", "docs/actions.md", "docs/from-the-articles.md"]
+)
 def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks(name)
@@ -174,7 +180,7 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     space["train_step"] = stepper(model, optimizer)
     for number, block in enumerate(blocks):
         exec(compile(block, f"{name}, python block {number}", "exec"), space)
-    if name == "README.md":
+    if name == "docs/guide.md":
         assert len(space["run"].records) == len(space["losses"]) == 3
         assert None not in space["losses"]
         assert len(space["least"].values) == 3
@@ -369,7 +375,9 @@ def test_every_alert_kind_has_a_section_and_every_limit_is_a_field() -> None:
     sections = set(re.findall(r"^## (\w+)$", read("docs/alerts.md"), re.MULTILINE))
     assert {*(detector.kind for detector in DETECTORS), PartedFromGroup.kind} == sections
     fields = set(flowscope.WatchConfig.model_fields)
-    shown = {key for block in python_blocks("README.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)}
+    shown = {
+        key for block in python_blocks("docs/guide.md") for key in re.findall(r'^\s+"(\w+)": ', block, re.MULTILINE)
+    }
     assert shown
     assert shown <= fields
 

@@ -27,12 +27,30 @@ THIRD_PARTIES = (
 
 ANY = {"numpy", "pydantic", "pydantic_core", "scipy"}
 READING = ("validation", "terminal")
-WORDS = ("errors", "config", "metrics", "records", "schedule", "faults", "diagnosis", "specs", "_version", *READING)
+WORDS = (
+    "errors",
+    "config",
+    "backdrop",
+    "metrics",
+    "records",
+    "schedule",
+    "faults",
+    "diagnosis",
+    "specs",
+    "_version",
+    *READING,
+)
 PLAIN = {f"flowscope.{name}" for name in WORDS}
 TORCH = {"torch", "flowscope.torch_internals"}
 WRAPPING = {"flowscope.model", "flowscope.merging", "flowscope.sums", "flowscope.hooks"}
 MEASURING = ANY | PLAIN | TORCH | {"flowscope.model", "flowscope.sums", "flowscope.hooks", "flowscope.record_builder"}
-COMPARING = {"flowscope.parting", "flowscope.model.plan", "flowscope.sinks", "flowscope.detectors"}
+COMPARING = {
+    "flowscope.parting",
+    "flowscope.corridor.behind",
+    "flowscope.model.plan",
+    "flowscope.sinks",
+    "flowscope.detectors",
+}
 # place -> what may be imported there besides the standard library (design: imports go one way); the first match counts
 ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.errors", set()),

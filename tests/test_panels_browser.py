@@ -71,7 +71,7 @@ def opened(request: pytest.FixtureRequest, browser: Any, logdir: Path, tmp_path:
         allowed, watched = request.getfixturevalue("server"), request.getfixturevalue("tab")
         watched.page.mouse.move(0, 0)
         (frame,) = (frame for frame in watched.page.frames if "plugin_entry" in frame.url)
-        frame.goto(frame.url)  # the tab from its start, in the same TensorBoard
+        frame.goto(frame.url.partition("#")[0])  # the tab from its start, in the same TensorBoard
         panels: Any = watched.page.frame_locator("iframe")
     else:
         watched = Watched(browser)
@@ -138,20 +138,22 @@ def test_an_alert_leads_to_its_layer_and_step(opened: tuple[Watched, Any]) -> No
     assert "pre-norm, or wrap" in panels.locator(".detail").inner_text()
     readout = panels.locator(".heat .readout:visible > *")
     readout.first.wait_for()
-    # row 2 at step 5: 3 * 10**-2 / 6
-    # the column of step 5 begins at 10**-4 / 6 and ends at 5 / 6
-    ends = "over depth at this step: 1.667e-5 (enc:input) to 0.8333 (enc.3)"
-    assert readout.all_inner_texts() == [EVIL, "step 5", "0.005", ends]
-    assert panels.locator(".mark.error").get_attribute("title").endswith("least: 1.667e-5 at enc:input")
+    # where it began, the worst cell of its column: row 0 at step 2 is 10**-4 / 3, and the column ends at 5 / 3
+    ends = "over depth at this step: 3.333e-5 (enc:input) to 1.667 (enc.3)"
+    assert readout.all_inner_texts() == ["enc:input", "step 2", "3.333e-5", ends]
+    assert panels.locator(".mark.error").get_attribute("title").endswith("least: 3.333e-5 at enc:input")
     # from row 2 up to row 0: centres of rows, in heights of the picture
     reach, picture = panels.locator(".reach.up").bounding_box(), panels.locator(".heat canvas").first.bounding_box()
     assert reach["y"] - picture["y"] == pytest.approx(0.1 * picture["height"], abs=1)
     assert reach["height"] == pytest.approx(0.4 * picture["height"], abs=1)
+    panels.locator(".verdict.error summary").click()
     card = panels.locator(".verdict.error").inner_text()
+    assert "Gradient is lost between enc.3 and enc:input" in card
     assert "First: representation_collapse at enc.3 (step 2); then: vanishing_gradient" in card
     assert "What to do: pre-norm, or wrap" in card
-    assert panels.locator(".chip").all_inner_texts() == ["first (0)", "5", "last (15)"]
-    assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "step 5, stands"]
+    assert panels.locator(".chip").all_inner_texts() == ["first (0)", "2", "last (15)"]
+    assert panels.locator(".timeline .when").all_inner_texts() == ["steps 2 to 10", "since step 2"]
+    assert "told at step 5" in panels.locator(".detail").inner_text()
 
 
 def test_the_loss_of_both_runs_is_drawn(opened: tuple[Watched, Any]) -> None:
@@ -187,7 +189,7 @@ def test_a_hostile_name_is_text(opened: tuple[Watched, Any]) -> None:
     assert panels.locator("img").count() == 0
     panels.locator(".alert button", has_text="representation_collapse").click()
     assert f"copies at {EVIL}" in panels.locator(".detail").text_content()
-    panels.locator("summary").first.click()
+    panels.locator(".about summary").first.click()
     assert "</script><b>bold</b>" in panels.locator(".about").first.inner_text()
 
 

@@ -59,14 +59,16 @@ def test_the_overview_of_a_real_tensorboard(server: str) -> None:
     assert a["last_step"] == 15
     assert a["verdict"] == {
         "severity": "error",
-        "text": f"vanishing_gradient at {EVIL} since step 5",
+        "text": f"vanishing_gradient at {EVIL} since step 2",
         "message": "the gradient is gone",
         "advice": "pre-norm, or wrap",
+        "sentence": "Gradient is lost between enc.3 and enc:input (down to 6.2e-06) since step 2; "
+        "first came representation_collapse at enc.3 (step 2).",
         "story": f"First: representation_collapse at enc.3 (step 2); then: vanishing_gradient at {EVIL} (step 2).",
     }
     assert [(alert["kind"], alert["step"], alert["resolved"]) for alert in a["alerts"]] == [
         ("representation_collapse", 2, 10),
-        ("vanishing_gradient", 5, None),
+        ("vanishing_gradient", 2, None),
     ]
     assert (a["alerts"][1]["key"], a["alerts"][1]["row"]) == ("gradient_product", 2)
     # 1e-4 / 16 at the input of the encoder

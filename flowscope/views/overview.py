@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.backdrop import LOSS, read
-from flowscope.diagnosis import RANK, Incident, most_serious, paired, story
+from flowscope.diagnosis import RANK, Incident, events, most_serious, paired, story
 from flowscope.metrics import Metric, spec_of, told_by_0_1
 from flowscope.records import Alert, Array, RunHeader, metric_key, split_key
 from flowscope.views.room import Room
@@ -135,7 +135,9 @@ def spans_of(run: RunView, incidents: Sequence[Incident]) -> list[dict[str, Any]
         data: dict[str, Any] = strict({key: value for key, value in alert.to_json().items() if key != "state"})
         key, row = place(run, alert)
         found = {"key": key, "row": row, "extreme": extremes.get(alert.kind)}
-        spans.append({**data, "since": alert.since, "flow": alert.flow, "resolved": incident.resolved, **found})
+        # one number a page: the step at which the condition began; the one at which it was told stands beside it
+        steps = {"step": incident.since, "raised": alert.step, "resolved": incident.resolved}
+        spans.append({**data, "flow": alert.flow, **steps, **found})
     return spans
 
 
@@ -174,7 +176,8 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]], of: int = 0) -> di
 
     Returns:
         `severity` ("none" without records, "ok", or the worst that stands) and `text`; where an alert stands also its
-        `message` and `advice`; where several were raised, in `story` which came first.
+        `message` and `advice`, and in `sentence` what is lost, between which places, since when and what came first;
+        where several were raised, in `story` which came first.
     """
     if run.last_step is None and not spans:
         return {"severity": "none", "text": "no record yet"}
@@ -188,8 +191,39 @@ def verdict(run: RunView, spans: Sequence[Mapping[str, Any]], of: int = 0) -> di
     at = f" at {worst['where']}" if worst["where"] else ""
     more = f" (+{of - 1} more)" if of > 1 else ""
     text = f"{worst['kind']}{at} since step {worst['step']}{more}"
-    said = {"message": worst["message"], "advice": worst["advice"]}
+    said = {"message": worst["message"], "advice": worst["advice"], "sentence": sentence(run, worst)}
     return {"severity": worst["severity"], "text": text, **said, **first}
+
+
+LOST = ("vanishing_gradient", "no_gradient", "no_signal")
+"""Kinds that say that gradient does not arrive."""
+
+
+def sentence(run: RunView, worst: Mapping[str, Any]) -> str:
+    """The worst of what stands in one sentence: what, between which places, since which step, and what came first."""
+    what = worst["kind"].replace("_", " ").capitalize()
+    place = f" at {worst['where']}" if worst["where"] else ""
+    if worst["kind"] in LOST and (between := _between(run, worst)):
+        what, place = "Gradient is lost", between
+    first = next(iter(events(run.alerts)), None)
+    if first is None or (first.alert.kind, first.alert.where) == (worst["kind"], worst["where"]):
+        return f"{what}{place} since step {worst['step']}."
+    where = f" at {first.alert.where}" if first.alert.where else ""
+    return f"{what}{place} since step {worst['step']}; first came {first.alert.kind}{where} (step {first.since})."
+
+
+def _between(run: RunView, alert: Mapping[str, Any]) -> str:
+    """From the last point with half of the gradient to the one with the least: " between B and A (down to 1e-7)"."""
+    first = run.header.flows[0].name if run.header and run.header.flows else None
+    key = metric_key("gradient_product", None if alert["flow"] in (None, first) else alert["flow"])
+    product, labels = run.products.get(key), run.labels.get(key, ())
+    if product is None or len(labels) != len(product) or not np.isfinite(product).any():
+        return ""
+    low = int(np.nanargmin(np.where(np.isfinite(product), product, np.nan)))
+    behind = np.flatnonzero(product[low:] >= 0.5 * product[-1]) + low
+    if not len(behind) or behind[0] == low:
+        return ""
+    return f" between {labels[behind[0]]} and {labels[low]} (down to {product[low]:.2g})"
 
 
 def facts(run: RunView) -> list[str]:

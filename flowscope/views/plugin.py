@@ -19,6 +19,7 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request
 
+from flowscope.diagnosis import paired
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
 from flowscope.views.room import Room
@@ -76,7 +77,7 @@ class FlowPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _series(self, request: Request) -> dict[str, Any]:
         run, key = _argument(request, "run"), _argument(request, "key")
         series, alerts = self._reader.series(request.environ, run, key)
-        return heat_payload(series, series.log, [alert.step for alert in alerts])
+        return heat_payload(series, series.log, [one.since for one in paired(alerts)])
 
     def _record(self, request: Request) -> dict[str, Any]:
         run, key, step = (_argument(request, name) for name in ("run", "key", "step"))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flowscope.backdrop import read
+from flowscope.diagnosis import paired
 from flowscope.errors import FlowscopeError
 from flowscope.metrics import spec_of
 from flowscope.parting.differences import differences
@@ -125,7 +126,7 @@ def report_payload(runs: Mapping[str, Run], title: str, room: Room | None = None
         }
     profiles = [s for found in series.values() for s in found.values() if s.values.ndim == 2]
     columns, rows = _fit(profiles, room)
-    keep = {name: [alert.step for alert in run.alerts[: room.alerts]] for name, run in runs.items()}
+    keep = {name: [one.since for one in paired(run.alerts)[: room.alerts]] for name, run in runs.items()}
 
     def embed(name: str, one: Series) -> dict[str, Any]:
         if one.values.ndim == 2:

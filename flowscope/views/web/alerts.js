@@ -18,11 +18,16 @@ export function verdicts(runs, colourOf) {
         run.name,
         run.last_step !== null && el("small", {}, `step ${run.last_step}`),
       ),
-      el("p", { class: "state" }, el("span", { class: "sign", "aria-hidden": "true" }, SIGNS[run.verdict.severity]), ` ${run.verdict.text}`),
-      run.verdict.story && el("p", { class: "story" }, run.verdict.story),
-      run.verdict.message && el("p", { class: "message" }, run.verdict.message),
+      el("p", { class: "state" }, el("span", { class: "sign", "aria-hidden": "true" }, SIGNS[run.verdict.severity]), ` ${run.verdict.sentence ?? run.verdict.text}`),
       run.verdict.advice && el("p", {}, el("b", {}, "What to do: "), run.verdict.advice),
-      run.facts.map((fact) => el("p", { class: "fact" }, fact)),
+      el(
+        "details",
+        {},
+        el("summary", {}, run.verdict.sentence ? run.verdict.text : "what was seen"),
+        run.verdict.story && el("p", { class: "story" }, run.verdict.story),
+        run.verdict.message && el("p", { class: "message" }, run.verdict.message),
+        run.facts.map((fact) => el("p", { class: "fact" }, fact)),
+      ),
       run.notices.length > 0 && el("ul", { class: "notices" }, ...run.notices.map((notice) => el("li", {}, notice))),
     );
   return el("div", { class: "verdicts" }, ...runs.map(card));
@@ -64,10 +69,17 @@ export function timeline(runs, chosen, onAlert) {
           { class: "track" },
           el("span", { class: "span", style: { left: `min(${share(alert.step)}, 100% - 5px)`, width: `calc(${share(until - alert.step)} + 5px)` } }),
         ),
-        el("span", { class: "when" }, alert.resolved === null ? `step ${alert.step}, stands` : `steps ${alert.step} to ${alert.resolved}`),
+        el("span", { class: "when" }, alert.resolved === null ? `since step ${alert.step}` : `steps ${alert.step} to ${alert.resolved}`),
       ),
       isChosen &&
-        el("div", { class: "detail" }, el("p", { class: "message" }, alert.message), el("p", {}, el("b", {}, "What to do: "), alert.advice), where(alert)),
+        el(
+          "div",
+          { class: "detail" },
+          el("p", { class: "message" }, alert.message),
+          el("p", {}, el("b", {}, "What to do: "), alert.advice),
+          alert.raised !== alert.step && el("p", { class: "quiet" }, `It held from step ${alert.step} on and was told at step ${alert.raised}.`),
+          where(alert),
+        ),
     );
   };
   return el("ol", { class: "timeline" }, ...rows.slice(0, 200).map(line), rows.length > 200 && el("li", {}, `and ${rows.length - 200} more`));

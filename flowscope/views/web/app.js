@@ -1,18 +1,23 @@
 // The page: what is chosen (runs, flow, metric, scale, pinned steps) and what follows from it.
 
+import { fromAddress, toAddress } from "./address.js";
 import { differing, timeline, verdicts } from "./alerts.js";
+import { setAxis } from "./axis.js";
 import { Controls, VIEWS, opening } from "./controls.js";
 import { el, emptyState, replace } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
 import { lossFigure } from "./loss.js";
 import { matrixFigures, stackFigures } from "./matrix.js";
+import { parameterTable } from "./parameters.js";
 import { dash, profileFigure } from "./profile.js";
+import { RunsTable } from "./runs.js";
 import { RUN_COLOURS, decode, makeScale } from "./scale.js";
-import { nearest } from "./source.js";
+import { nearest, within } from "./source.js";
 
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
 const MOST_CONNECTED = 150;
+const MOST_CARDS = 3;
 const FIGURES = { matrix: matrixFigures, stack: stackFigures };
 const NO_MATRIX = "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.";
 
@@ -22,7 +27,8 @@ export class App {
     this.root = root;
     this.source = source;
     this.runs = [];
-    this.chosen = { runs: [], flow: null, metric: null, scale: null, pins: ["first", "last"], row: null, alert: null };
+    this.chosen = { runs: [], flow: null, metric: null, scale: null, pins: ["first", "last"], row: null, alert: null, own: null, range: null, unit: "step", per: 1, smooth: 0 };
+    Object.assign(this.chosen, fromAddress());
     this.loaded = new Map();
     this.colours = new Map();
     this.opened = new Set();
@@ -32,7 +38,8 @@ export class App {
       change: (part) => this.choose(part),
       reload: () => this.refresh(),
     });
-    this.parts = Object.fromEntries(["problem", "state", "alerts", "picture", "depth", "extra", "loss", "about"].map((name) => [name, el("section", { class: name })]));
+    this.table = new RunsTable((names) => this.choose({ runs: names }));
+    this.parts = Object.fromEntries(["problem", "runs-table", "state", "alerts", "picture", "depth", "extra", "loss", "about"].map((name) => [name, el("section", { class: name })]));
     this.parts.problem.setAttribute("role", "status");
   }
 
@@ -87,6 +94,8 @@ export class App {
     }
     this.metric = metrics.find((metric) => metric.metric === chosen.metric) ?? null;
     this.controls.update({ runs: this.runs, flows, metrics, chosen, metric: this.metric, colourOf: (name) => this.colourOf(name) });
+    setAxis(chosen.unit, chosen.per);
+    toAddress(chosen);
     await this.draw();
   }
 
@@ -139,10 +148,14 @@ export class App {
   async draw() {
     const turn = (this.drawing += 1);
     const runs = this.shown();
-    const cards = runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left.");
+    if (this.runs.length > 1) {
+      if (!this.table.element.isConnected) this.parts["runs-table"].replaceChildren(el("h2", {}, "Runs"), this.table.element);
+      this.table.update(this.runs, this.chosen.runs, (name) => this.colourOf(name));
+    } else this.parts["runs-table"].replaceChildren();
+    const cards = runs.length > MOST_CARDS ? el("p", { class: "quiet" }, `${runs.length} runs are shown; the table says how each went.`) : runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left.");
     this.parts.state.replaceChildren(...differing(runs), cards);
-    const loss = lossFigure(runs, (name) => this.colourOf(name));
-    replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), loss] : []));
+    const loss = lossFigure(runs, (name) => this.colourOf(name), this.chosen.smooth);
+    replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), this.smoothing(), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
     replace(this.parts.alerts, ...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
     replace(this.parts.about, ...runs.map((run) => this.about(run)));
@@ -174,7 +187,8 @@ export class App {
   }
 
   drawPicture(results) {
-    this.drawn = results.filter((result) => result.series);
+    this.drawn = results.filter((result) => result.series).map((result) => Object.assign(result, { series: within(result.series, this.chosen.range) }));
+    const own = this.chosen.own ?? this.drawn.length > 2;
     const numbers = this.drawn.flatMap(({ series }) => series.values.flat().map(decode));
     const kind = this.chosen.scale ?? this.metric.scale;
     this.scale = makeScale(kind, this.metric, numbers);
@@ -183,20 +197,43 @@ export class App {
       if (problem) return problem;
       const title = entry.per_flow && run.flows.length > 1 ? `${run.name} · ${entry.flow}` : run.name;
       const alerts = run.alerts.filter((alert) => alert.key === entry.key && alert.row !== null);
-      const map = heatMap({ title, series, scale: this.scale, alerts, onPin: (step) => this.pin(step), onAlert: (alert) => this.land(run, alert) });
+      // on a scale of its own no run is hidden by what another did
+      const seen = own ? series.values.flat().map(decode) : numbers;
+      const scale = own ? makeScale(kind, this.metric, seen) : this.scale;
+      const bar = own && colourBar(scale, seen);
+      const marked = run.alerts.map(({ step, severity, kind: what, where }) => ({ step, severity, words: `${what}${where ? ` at ${where}` : ""} since step ${step}` }));
+      const onZoom = (from, to) => this.choose({ range: [from, to] });
+      const map = heatMap({ title, series, scale, alerts, loss: run.loss, marked, bar, onPin: (step) => this.pin(step), onAlert: (alert) => this.land(run, alert), onZoom });
       this.maps.push({ run, ...map });
       return map.element;
     });
-    const legend = { notSeen: numbers.some(Number.isNaN), infinite: numbers.some((value) => Math.abs(value) === Infinity) };
     replace(
       this.parts.picture,
       el("h2", {}, this.metric.metric),
       el("p", { class: "words" }, this.metric.words),
       ...this.definition(),
-      colourBar(this.scale, legend),
+      el("div", { class: "bar" }, ...this.choices(own)),
+      own ? "" : colourBar(this.scale, numbers),
       el("div", { class: "heats" }, ...figures),
-      el("p", { class: "hint" }, "Input on top, one column a record. Point at a cell to read it (arrow keys do the same); click or Enter adds its step to the profiles below. A dot is an alert; a line leads to the worst place of its step."),
+      el("p", { class: "hint" }, "Input on top, one column a record. Point at a cell to read it (arrow keys do the same); click or Enter adds its step to the profiles below; drag over steps to see them alone ([ and ] do the same). A dot is an alert; a line leads to the worst place of its step."),
     );
+  }
+
+  /** Scale of the colours, unit of the step axis, and the way back from a zoom. */
+  choices(own) {
+    const { unit, per, range } = this.chosen;
+    const count = { epoch: "steps an epoch", tokens: "tokens a step" }[unit];
+    return [
+      this.drawn.length > 1 && el("label", {}, el("input", { type: "checkbox", checked: own, onchange: (event) => this.choose({ own: event.target.checked }) }), " own scale per run"),
+      el("label", {}, "steps as ", el("select", { class: "unit", "aria-label": "Unit of the step axis", onchange: (event) => this.choose({ unit: event.target.value }) }, ...["step", "epoch", "tokens"].map((name) => el("option", { value: name, selected: name === unit }, name)))),
+      count && el("label", {}, el("input", { type: "number", class: "per", min: 1, value: per, "aria-label": count, onchange: (event) => this.choose({ per: Number(event.target.value) }) }), ` ${count}`),
+      range && el("button", { class: "unzoom", onclick: () => this.choose({ range: null }) }, `steps ${range[0]} to ${range[1]}: show all`),
+    ].filter(Boolean);
+  }
+
+  smoothing() {
+    const { smooth } = this.chosen;
+    return el("label", { class: "hint" }, "smoothing ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smooth, "aria-label": "Smoothing of the loss", onchange: (event) => this.choose({ smooth: Number(event.target.value) }) }));
   }
 
   /** How the metric is computed, in which unit, and who says so. */
@@ -240,7 +277,9 @@ export class App {
       el("h2", {}, `${this.metric.metric} over ${this.axis()}`),
       el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
       lines.length
-        ? profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row })
+        ? lines.at(-1).scattered
+          ? parameterTable({ name: this.metric.metric, lines, row: this.chosen.row })
+          : profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row, name: [this.metric.metric, this.metric.unit].filter(Boolean).join(", "), across: `${this.axis()}, input first` })
         : emptyState("No step is pinned.", "Click a column of the picture above."),
     );
     replace(this.parts.extra, ...extra);
@@ -331,9 +370,10 @@ export class App {
       flow: entry.per_flow ? entry.flow : this.chosen.flow,
       metric: entry.metric,
       pins: ["first", alert.step, "last"],
+      range: null,
       row: alert.row,
     });
-    this.maps.find((map) => map.run.name === run.name)?.land(alert.row, alert.step);
+    this.maps.find((map) => map.run.name === run.name)?.land(alert.row, alert.step, alert.extreme);
   }
 
   /** The configuration of a run; what was opened stays open when new records come. */

@@ -1,6 +1,8 @@
 // A metric over depth (downwards, input on top) and steps (to the right), one cell a record and row.
 
-import { el, spread } from "./dom.js";
+import { axisTitle, stepText } from "./axis.js";
+import { el, spread, svg } from "./dom.js";
+import { downloads, pictureOf } from "./download.js";
 import { decode, format, paint } from "./scale.js";
 import { nearest, rowName, rowOf } from "./source.js";
 
@@ -9,10 +11,11 @@ const percent = (share) => `${(100 * share).toFixed(3)}%`;
 
 /**
  * Draw it.
- * `onPin(step)` is called on click and Enter, `onAlert(alert)` on a marker.
+ * `onPin(step)` is called on click and Enter, `onAlert(alert)` on a marker, `onZoom(from, to)` when steps were dragged
+ * over, or marked with [ and ]. `loss` ({steps, values}) is drawn above on the map's own axis; `bar` is a colour bar.
  * Returns the element, `pins(steps)` to mark columns and `land(row, step)` to move the cursor there.
  */
-export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
+export function heatMap({ title, series, scale, alerts, loss, marked, bar, onPin, onAlert, onZoom }) {
   const rows = series.values.map((row) => row.map(decode));
   const columns = series.steps.length;
   const canvas = paint(rows, scale);
@@ -60,10 +63,27 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
     return [at((event.clientY - box.top) / box.height, rows.length), at((event.clientX - box.left) / box.width, columns)];
   }
 
-  canvas.addEventListener("pointermove", (event) => show(...under(event)));
+  const brush = el("div", { class: "brush", hidden: true });
+  plot.append(brush);
+  let from = null;
+  canvas.addEventListener("pointerdown", (event) => (from = under(event)[1]));
+  canvas.addEventListener("pointermove", (event) => {
+    const at = under(event);
+    show(...at);
+    brush.hidden = !(event.buttons & 1) || from === null || from === at[1];
+    const [left, right] = [Math.min(from, at[1]), Math.max(from, at[1]) + 1];
+    Object.assign(brush.style, { left: percent(left / columns), width: percent((right - left) / columns) });
+  });
   canvas.addEventListener("pointerleave", hide);
   canvas.addEventListener("blur", hide);
-  canvas.addEventListener("click", (event) => onPin(series.steps[under(event)[1]]));
+  canvas.addEventListener("click", (event) => {
+    const to = under(event)[1];
+    const [a, b] = [Math.min(from ?? to, to), Math.max(from ?? to, to)];
+    from = null;
+    brush.hidden = true;
+    if (b > a) onZoom(series.steps[a], series.steps[b]);
+    else onPin(series.steps[to]);
+  });
   canvas.addEventListener("keydown", (event) => {
     const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     const move = moves[event.key];
@@ -71,7 +91,9 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
       const from = cell ?? { row: 0, column: columns - 1 };
       const clamp = (value, count) => Math.min(count - 1, Math.max(0, value));
       show(clamp(from.row + move[0], rows.length), clamp(from.column + move[1], columns));
-    } else if (event.key === "Enter" && cell) onPin(series.steps[cell.column]);
+    } else if (event.key === "[" && cell) from = cell.column;
+    else if (event.key === "]" && cell && from !== null && from < cell.column) onZoom(series.steps[from], series.steps[cell.column]);
+    else if (event.key === "Enter" && cell) onPin(series.steps[cell.column]);
     else if (event.key === "Escape") hide();
     else return;
     event.preventDefault();
@@ -92,11 +114,14 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
         .filter(Boolean)
         .join("; "),
     );
+  const table = () => [["row", ...series.steps], ...series.values.map((row, i) => [rowName(series.rows[i]), ...row.map(decode)])];
+  const curve = lossStrip(loss, series.steps, marked ?? []);
   const element = el(
     "figure",
     { class: "heat" },
-    el("figcaption", {}, title, thinned),
-    el("div", { class: "frame" }, depthAxis(series.rows), plot, stepAxis(series.steps)),
+    el("figcaption", {}, title, thinned, downloads(`${title} ${series.key}`, { table, png: () => pictureOf({ title: `${title}: ${series.key}`, canvas, rows: series.rows, steps: series.steps }) })),
+    bar,
+    el("div", { class: "frame" }, ...(curve ? [el("span", { class: "loss-name" }, "loss"), curve] : []), depthAxis(series.rows), plot, stepAxis(series.steps), el("span", { class: "axis-title" }, axisTitle())),
   );
 
   return {
@@ -110,13 +135,40 @@ export function heatMap({ title, series, scale, alerts, onPin, onAlert }) {
         }),
       );
     },
-    land(index, step) {
-      const row = index === null ? 0 : Math.max(0, rowOf(series.rows, index));
+    land(index, step, end) {
+      // the cell that the message speaks of: the darkest of its step, not the block that makes it so
+      const far = end && extreme(rows, nearest(series.steps, step), end);
+      const row = far ? far[0] : index === null ? 0 : Math.max(0, rowOf(series.rows, index));
       canvas.focus({ preventScroll: true });
       element.scrollIntoView({ block: "center" });
       show(row, nearest(series.steps, step), true);
     },
   };
+}
+
+/** The loss above the map, on the map's axis of one column a record, with a stem where an alert begins; null without one. */
+function lossStrip(loss, steps, marked) {
+  const [from, to] = [steps[0], steps.at(-1)];
+  const points = (loss?.steps ?? []).map((step, i) => [step, decode(loss.values[i])]).filter(([step, value]) => step >= from && step <= to && Number.isFinite(value));
+  if (points.length < 2) return null;
+  const values = points.map(([, value]) => value);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const log = low > 0 && high > 1000 * low;
+  const height = (value) => (log ? Math.log(value) : value);
+  const y = (value) => (44 - 40 * (high > low ? (height(value) - height(low)) / (height(high) - height(low)) : 0.5)).toFixed(2);
+  const at = (step) => {
+    const after = steps.findIndex((one) => one >= step);
+    const before = Math.max(0, after - 1);
+    const share = steps[after] > steps[before] ? (step - steps[before]) / (steps[after] - steps[before]) : 0;
+    return (((before + share + 0.5) / steps.length) * 1000).toFixed(1);
+  };
+  const stems = marked.filter(({ step }) => step >= from && step <= to);
+  return svg(
+    "svg",
+    { class: "loss-strip", viewBox: "0 0 1000 48", preserveAspectRatio: "none", role: "img", "aria-label": `loss from ${format(values[0])} to ${format(values.at(-1))}` },
+    stems.map(({ step, severity, words }) => svg("line", { class: `stem ${severity}`, x1: at(step), x2: at(step), y1: 0, y2: 48 }, svg("title", {}, words))),
+    svg("polyline", { class: "line", points: points.map(([step, value]) => `${at(step)},${y(value)}`).join(" ") }, svg("title", {}, `loss ${format(high)} to ${format(low)}`)),
+  );
 }
 
 /** The finite cell of a column with the least or the largest value: [row, value], null where there is none. */
@@ -160,13 +212,14 @@ function depthAxis(rows) {
 
 function stepAxis(steps) {
   const labels = spread(steps.length, 7).map((i) =>
-    el("span", { style: { left: percent((i + 0.5) / steps.length) } }, String(steps[i])),
+    el("span", { style: { left: percent((i + 0.5) / steps.length) } }, stepText(steps[i])),
   );
   return el("div", { class: "step-axis", "aria-hidden": "true" }, ...labels);
 }
 
 /** The legend of the colours. */
-export function colourBar(scale, { notSeen, infinite }) {
+export function colourBar(scale, numbers) {
+  const [notSeen, infinite] = [numbers.some(Number.isNaN), numbers.some((value) => Math.abs(value) === Infinity)];
   const shades = paint([Array.from({ length: 64 }, (_, i) => i / 63)], { position: (value) => value });
   const key = (name, words) => el("span", { class: `key ${name}` }, words);
   return el(

@@ -1,6 +1,8 @@
 // The loss of the chosen runs over steps, on top of each other: a flat one beside a falling one needs no words.
 
+import { axisTitle, stepText } from "./axis.js";
 import { el, svg } from "./dom.js";
+import { downloads } from "./download.js";
 import { LEFT, RIGHT, WIDTH, gridLine, path } from "./profile.js";
 import { decode, format, makeScale } from "./scale.js";
 import { nearest } from "./source.js";
@@ -8,9 +10,9 @@ import { nearest } from "./source.js";
 const [TALL, TOP_EDGE, FOOT] = [150, 10, 22];
 
 /** The figure, or null where no run has a loss. */
-export function lossFigure(runs, colourOf) {
+export function lossFigure(runs, colourOf, smoothing = 0) {
   const curves = runs
-    .map((run) => ({ name: run.name, steps: run.loss.steps, values: run.loss.values.map(decode) }))
+    .map((run) => ({ name: run.name, steps: run.loss.steps, values: smoothed(run.loss.values.map(decode), smoothing) }))
     .filter((curve) => curve.values.some(Number.isFinite));
   if (!curves.length) return null;
   const references = behind(runs);
@@ -26,7 +28,9 @@ export function lossFigure(runs, colourOf) {
   const line = (curve) =>
     svg("path", { class: "line", "stroke-width": 2, stroke: colourOf(curve.name), d: path(curve.values, (i) => x(curve.steps[i]), y) });
   const stepLabel = (share, anchor) =>
-    svg("text", { x: x(share * end), y: TALL - 5, "text-anchor": anchor }, `${share === 0 ? "step " : ""}${Math.round(share * end)}`);
+    svg("text", { x: x(share * end), y: TALL - 5, "text-anchor": anchor }, `${share === 0 ? `${axisTitle()} ` : ""}${stepText(Math.round(share * end))}`);
+  const stems = runs.flatMap((run) => run.alerts.map((alert) => svg("line", { class: `stem ${alert.severity}`, x1: x(alert.step), x2: x(alert.step), y1: TOP_EDGE, y2: TALL - FOOT }, svg("title", {}, `${run.name}: ${alert.kind} since step ${alert.step}`))));
+  const table = () => [["run", "step", "loss"], ...curves.flatMap((curve) => curve.steps.map((step, i) => [curve.name, step, curve.values[i]]))];
   const picture = svg(
     "svg",
     { viewBox: `0 0 ${WIDTH} ${TALL}`, tabindex: 0, role: "img", "aria-label": `Loss: ${curves.map(ending).join("; ")}` },
@@ -35,6 +39,7 @@ export function lossFigure(runs, colourOf) {
     stepLabel(0.5, "middle"),
     stepLabel(1, "end"),
     references.map((reference) => backdrop(reference, x, y, end)),
+    stems.slice(0, 60),
     curves.map(line),
   );
   picture.addEventListener("pointermove", (event) => {
@@ -50,7 +55,7 @@ export function lossFigure(runs, colourOf) {
     readout.hidden = false;
   });
   picture.addEventListener("pointerleave", () => (readout.hidden = true));
-  return el("figure", { class: "profile loss" }, el("div", { class: "plot" }, picture, readout));
+  return el("figure", { class: "profile loss" }, el("div", { class: "plot" }, picture, readout), downloads("loss", { table, svg: () => picture }));
 }
 
 /** The references of the runs, each once: `lines` are one, or the low, the middle and the high one of a band. */
@@ -76,4 +81,15 @@ function backdrop({ steps, lines }, x, y, end) {
 
 function ending(curve) {
   return `${curve.name} ends at ${format(curve.values.at(-1))}`;
+}
+
+/** A running mean that forgets by `share` a value; where it begins it is the mean so far. */
+function smoothed(values, share) {
+  if (!share) return values;
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    if (!Number.isFinite(value)) return value;
+    [sum, weight] = [share * sum + value, share * weight + 1];
+    return sum / weight;
+  });
 }

@@ -34,7 +34,7 @@ function square(numbers, scale, describe) {
 /** Matrices of several runs on one scale: rows are depths, input on top; columns too, input on the left, or heads. */
 export function matrixFigures(records, bounds, { scale: kind = "linear", per_flow: ofFlow = true } = {}) {
   const scale = makeScale(kind, { bounds }, records.flatMap(({ record }) => record.matrix.flat().map(decode)));
-  return [colourBar(scale, {}), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale, !ofFlow)))];
+  return [colourBar(scale, []), el("div", { class: "matrices" }, ...records.map(({ run, record }) => matrixFigure(run.name, record, scale, !ofFlow)))];
 }
 
 function matrixFigure(title, record, scale, byHead) {
@@ -53,7 +53,7 @@ function matrixFigure(title, record, scale, byHead) {
 /** The matrices of each run, one a site, in the order of depth, on one scale. */
 export function stackFigures(records, bounds) {
   const scale = makeScale("linear", { bounds }, records.flatMap(({ record }) => record.stack.flat(2).map(decode)));
-  return [colourBar(scale, {}), ...records.map(({ run, record }) => stackFigure(run.name, record, scale))];
+  return [colourBar(scale, []), ...records.map(({ run, record }) => stackFigure(run.name, record, scale))];
 }
 
 function stackFigure(title, record, scale) {

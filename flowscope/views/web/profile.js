@@ -1,6 +1,7 @@
 // Depth profiles on top of each other: colour tells the run, the dash tells the step.
 
 import { el, spread, svg } from "./dom.js";
+import { downloads } from "./download.js";
 import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
 
@@ -23,7 +24,7 @@ export function dash(n) {
  * `lines`: {run, step, order (of the step), colour, dash, rows, values, scattered (dots, no line), band: [low, high]
  * or null, behind: of a reference, first among the lines and without rows}; `limits`: {value, text}.
  */
-export function profileFigure({ lines, scale, limits, row }) {
+export function profileFigure({ lines, scale, limits, row, name, across }) {
   const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
   const y = (value) => TOP + (1 - scale.position(value)) * (HEIGHT - TOP - BOTTOM);
   const guide = svg("line", { class: "guide", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -34,7 +35,7 @@ export function profileFigure({ lines, scale, limits, row }) {
     { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "application", "aria-label": "Depth profiles; left and right arrow move along depth." },
     scale.ticks.map((tick) => gridLine(TOP + (1 - tick.position) * (HEIGHT - TOP - BOTTOM), tick.text)),
     limits.filter((limit) => scale.inside(limit.value)).map((limit) => limitLine(y(limit.value), limit.text)),
-    spread(first.rows.length, 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
+    spread(first.rows.length, Math.max(...first.rows.map(([label]) => label.length)) > 12 ? 5 : 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
     lines.map((line) => line.band && svg("path", { class: line.behind ? "band behind" : "band", d: area(line, x, y), fill: line.colour })),
     lines.map((line) => curve(line, x, y)),
     guide,
@@ -79,7 +80,9 @@ export function profileFigure({ lines, scale, limits, row }) {
       picture.append(svg("line", { class: "place", x1: place, x2: place, y1: TOP, y2: HEIGHT - BOTTOM }));
     }
   }
-  return el("figure", { class: "profile" }, el("div", { class: "plot" }, picture, readout), legend(lines));
+  const table = () => [["row", ...lines.map((line) => `${line.run} step ${line.step}`)], ...first.rows.map((group, i) => [rowName(group), ...lines.map((line) => decode(line.values[i] ?? null))])];
+  const below = el("div", { class: "bar" }, el("span", { class: "hint" }, `→ ${across}`), downloads(name, { table, svg: () => picture }));
+  return el("figure", { class: "profile" }, el("div", { class: "hint" }, `↑ ${name}`), el("div", { class: "plot" }, picture, readout), below, legend(lines));
 }
 
 function curve(line, x, y) {
@@ -135,7 +138,7 @@ function limitLine(at, text) {
     "g",
     { class: "limit" },
     svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: at, y2: at }),
-    svg("text", { x: WIDTH - RIGHT - 4, y: at - 4, "text-anchor": "end" }, text),
+    svg("text", { x: WIDTH - RIGHT - 4, y: at < TOP + 16 ? at + 14 : at - 4, "text-anchor": "end" }, text),
   );
 }
 

@@ -136,5 +136,10 @@ export function paint(rows, scale) {
   return canvas;
 }
 
-/** The eight colours of Okabe and Ito, without yellow and black, for runs. */
-export const RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"];
+const OKABE_ITO = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"];
+
+/** Colours of runs, no two alike: those of Okabe and Ito (without yellow and black) first, then hues far from the last. */
+export const RUN_COLOURS = [
+  ...OKABE_ITO,
+  ...Array.from({ length: 90 }, (_, n) => `hsl(${Math.round((n * 137.508 + 75) % 360)} ${[62, 85, 45][n % 3]}% ${[42, 55, 66][Math.floor(n / 3) % 3]}%)`),
+];

@@ -81,3 +81,11 @@ export function rowOf(rows, index) {
 export function rowName([first, last, , count]) {
   return count > 1 ? `${first} … ${last}` : first;
 }
+
+/** The columns of a map that lie within a range of steps; all of them where it is null or none does. */
+export function within(series, range) {
+  if (!range) return series;
+  const kept = series.steps.map((step, i) => i).filter((i) => series.steps[i] >= range[0] && series.steps[i] <= range[1]);
+  if (!kept.length) return series;
+  return { ...series, steps: kept.map((i) => series.steps[i]), values: series.values.map((row) => kept.map((i) => row[i])) };
+}
