@@ -7,7 +7,8 @@ TORCH := torch==2.13.0
 # two workers on two cores need one thread each; bitwise tests need one thread anyway
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test browser check format bench scripts corpus trials corridor harm rivals screenshots depth-study docs clean
+.PHONY: demo test browser check format bench scripts corpus trials corridor parting harm rivals screenshots depth-study \
+	docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -57,6 +58,10 @@ harm: $(VENV)/.ready-dev
 # seeds of healthy programs judged by groups of good runs, and harmful changes: about 40 minutes on one core
 corridor: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.corridor --write docs/corridor.md
+
+# 32 pairs of runs with one fault each and 50 that are equal: about 15 minutes on one core
+parting: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.parting --write docs/reference.md
 
 # mutants, published errors and reports, by every column: about 45 minutes on one core; what was trained is kept
 rivals: $(VENV)/.ready-dev
