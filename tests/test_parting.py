@@ -144,6 +144,68 @@ def test_another_depth_cannot_be_compared(record: Callable[..., Path]) -> None:
     assert found.message == "blocks has 4 blocks in one run, 3 in the other"
 
 
+class Wrapped(Decoder):
+    """With streams at every merge, whose own parameters stay as they begin: so the output is that of the plain one."""
+
+    def __init__(self, knobs: Knobs) -> None:
+        super().__init__(knobs)
+        own = {id(parameter) for parameter in self.parameters()}
+        flowscope.wrap(self, mode="hyper")
+        for parameter in self.parameters():
+            parameter.requires_grad_(id(parameter) in own)
+
+
+def test_a_wrapped_run_is_compared_by_what_is_inside_of_its_blocks(record: Callable[..., Path]) -> None:
+    plain = Knobs(dropout=0.0, steps=3)
+    good = record("good", plain)
+    record("good/rounding", plain, config={"nudge": True})
+    same = flowscope.bisect(good, record("wrapped", plain, Wrapped))
+    assert (same.step, same.phase) == (None, None), same
+    assert any(line.startswith("connections put in by wrap: none -> ") for line in same.differs)
+    bad = record("bad", replace(plain, fault="mask lost", at=2, since=1), Wrapped)
+    found = flowscope.bisect(good, bad)
+    assert (found.step, found.phase, found.where) == (1, "forward", "blocks.2.attention"), found
+
+
+def test_the_header_names_what_is_compiled_checkpointed_and_wrapped(record: Callable[..., Path]) -> None:
+    plain = Knobs(dropout=0.0, steps=1)
+    folders = [
+        record("plain", plain),
+        record("compiled", replace(plain, compiled="aot_eager")),
+        record("checkpointed", replace(plain, checkpointed="one")),
+        record("wrapped", plain, Wrapped),
+    ]
+    setups = []
+    for folder in folders:
+        header = read_run(folder).header
+        assert header is not None
+        setups.append(header.setup)
+    assert [bool(setup["compiled"]) for setup in setups] == [False, True, False, False]
+    assert [setup.get("checkpointed", []) for setup in setups] == [[], [], ["blocks.1"], []]
+    assert [len(setup["wrapped"]) for setup in setups] == [0, 0, 0, 1]
+    ((mode, told),) = setups[3]["wrapped"].items()
+    assert (mode, told["blocks"]) == ("dhc", 4)
+    assert "streams=4" in told["options"]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the compiler itself
+def test_compiled_code_is_told_to_the_bit_in_every_sampled_step_by_two_graphs(record: Callable[..., Path]) -> None:
+    torch._dynamo.utils.counters.clear()
+    knobs, watching = Knobs(dropout=0.0, steps=8, compiled="aot_eager"), {"config": {"exact_steps": 2}}
+    run = read_run(record("a", knobs, every=lambda step: step % 2 == 0, **watching))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert [record.step for record in run.records if "exact_states" in record.metrics] == [0, 2, 4, 6]
+
+
+def test_runs_of_another_cadence_are_compared_where_both_were_sampled(record: Callable[..., Path]) -> None:
+    good = record("good", Knobs())
+    seldom = record("seldom", Knobs(), every=lambda step: step % 2 == 0)
+    assert (found := flowscope.bisect(good, seldom)).phase is None, found
+    assert found.compared == 3
+    bad = record("bad", Knobs(fault="branch scaled", since=3), every=lambda step: step % 2 == 0)
+    assert flowscope.bisect(good, bad).step == 4
+
+
 def test_a_seed_counts_only_where_something_is_drawn(record: Callable[..., Path]) -> None:
     plain = Knobs(fault="reseeded", dropout=0.0, at=0)
     assert flowscope.bisect(record("a", plain), record("b", replace(plain, at=1))).phase is None

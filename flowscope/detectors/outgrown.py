@@ -8,7 +8,8 @@ it was measured (docs/corridor.md).
 
 Reported of large runs as the first sign, in the lower layers first: the update norm doubles, then the gradient grows,
 then the loss (marin issue 1368). Adam's update of an unchanged gradient grows where the second moment is lost, or where
-gradients turn from noise into one direction (Molybog et al. 2023, arXiv 2304.09871, section 4).
+successive gradients are no longer independent (Molybog et al. 2023, arXiv 2304.09871: updates of a large norm that have
+little to do with the way down, before large models diverge).
 
 Axis letters: P parameters, L layers, K records.
 """

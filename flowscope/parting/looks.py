@@ -67,6 +67,15 @@ class Sides:
         """The names of the parameters that both have, in the first run's order."""
         return parameter_pairs(*(parameters_of(header) for header in self.headers))
 
+    @cached_property
+    def unlike(self) -> frozenset[str]:
+        """The blocks whose hidden states are no longer the same numbers: those of a run that is wrapped otherwise.
+
+        What is inside of the blocks (attention, feed-forward) is given and gives the same.
+        """
+        first, second = (header.setup.get("wrapped") or None for header in self.headers)
+        return frozenset() if first == second else frozenset(b for flow in self.headers[0].flows for b in flow.blocks)
+
     @property
     def same_world(self) -> bool:
         """Whether as many processes saw the batch."""
@@ -120,9 +129,11 @@ def reordered(sides: Sides) -> bool:
 def forward(sides: Sides) -> Iterator[Look]:
     """Modules in the order in which they returned, where both runs saw them under the same names; else points."""
     modules = sides.rows("exact_modules")
+    if modules is not None and sides.unlike:
+        modules = {x: row for x, row in modules[0].items() if x.partition("#")[0] not in sides.unlike}, modules[1]
     if modules is not None and 2 * len(modules[0].keys() & modules[1].keys()) > max(map(len, modules)):
         yield from _modules(*modules)
-    else:
+    elif not sides.unlike:
         yield from _points(sides)
 
 
@@ -187,7 +198,7 @@ def backward(sides: Sides) -> Iterator[Look]:
     gradients = [Look("backward", x, distance(a, b), kind="parameters") for x, a, b in pairs]
     for first, second in reversed(flow_pairs(*sides.headers)):
         found = _of_flow(sides, "exact_gradients", first, second)
-        if found is None or first.kind == "network":
+        if found is None or first.kind == "network" or sides.unlike:
             continue
         yield from _of_blocks(found, first, second, gradients)
     missing = _missing(sides, "exact_param_gradients")
