@@ -43,6 +43,7 @@ def main() -> None:
     images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, browser() as chromium:
         twins = write_report({name: runs[name] for name in ("post_ln", "pre_ln")}, Path(scratch) / "twins.html")
+        sweep = write_report(runs, Path(scratch) / "sweep.html", title="demo")
         wrapped = write_report({"post_ln_keel": runs["post_ln_keel"]}, Path(scratch) / "wrapped.html")
 
         with tensorboard(arguments.runs) as address:
@@ -61,6 +62,12 @@ def main() -> None:
         page.get_by_role("button", name="Depth", exact=True).click()
         page.locator(".matrices").wait_for()
         save(page, images / "report_depth_dark.png")
+
+        page = chromium.new_page(viewport={"width": 1000, "height": 1250})
+        page.goto(sweep.as_uri())
+        page.get_by_role("button", name="show these").click()
+        page.locator(".heat canvas").nth(2).wait_for()
+        save(page, images / "report_runs.png")
 
         page = chromium.new_page(viewport={"width": 1280, "height": 1310})
         page.goto(wrapped.as_uri())

@@ -350,3 +350,22 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     assert ask("series", run=".", key="gain")["values"] == [[None], ["inf"], ["-inf"], [0], [1e-60]]
     (run,) = ask("overview")["runs"]
     assert run["alerts"][0]["limit"] == "inf"
+
+
+def test_a_long_run_begins_at_its_first_step_though_tensorboard_samples_it(tmp_path: Path) -> None:
+    labels = {"gain": ("a", "b")}
+    sink = TensorBoardSink(tmp_path / "long", images_every=0)
+    sink.write(RunHeader("0.2", (), labels))
+    for step in range(400):
+        sink.write(Record(step, None, {"gain": np.array([step, 1.0])}, metric_labels=labels))
+    sink.close()
+    with tensorboard(tmp_path, "--samples_per_plugin=flowscope=20") as address:
+        wait_for_runs(address, 1)
+        code, _, series = get(address, "series", run="long", key="gain")
+        _, _, overview = get(address, "overview")
+    assert code == 200
+    assert series["steps"][:10] == [*range(10)]
+    assert series["steps"][-1] == 399
+    assert 20 <= len(series["steps"]) <= 30  # the sample, and the beginning
+    assert series["values"][0][:10] == [*range(10)]
+    assert [metric["key"] for metric in overview["runs"][0]["metrics"]] == ["gain"]

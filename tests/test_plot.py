@@ -253,7 +253,7 @@ def test_what_cannot_be_drawn_is_said() -> None:
         (lambda: plot.heat_map([]), "without a record"),
         (lambda: plot.heat_map("runs/a"), r"got str.*read_run"),
         (lambda: plot.heat_map(7), "got int"),
-        (lambda: plot.heat_map(records, "gian"), r"no metric 'gian'; it has: cosine"),
+        (lambda: plot.heat_map(records, "gian"), r"no metric 'gian'. It has: cosine"),
         (lambda: plot.depth_profile(records, "cosine_matrix"), r"shape \(3, 3\).*plot.cosine_matrix"),
         (lambda: plot.depth_profile(records, steps=[5, 6]), r"got \[6\].*nearest: \[0, 5, 10\]"),
         (lambda: plot.depth_profile(records, steps=[]), "got no step"),

@@ -48,7 +48,7 @@ def test_screenshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screenshots.main()
     from PIL import Image
 
-    reports = {"report_alert.png", "report_depth_dark.png", "report_gates.png"}
+    reports = {"report_alert.png", "report_depth_dark.png", "report_gates.png", "report_runs.png"}
     assert {p.name for p in images.iterdir()} == {"tensorboard_tab.png"} | reports
     for path in images.iterdir():
         assert 10_000 < path.stat().st_size < screenshots.LIMIT

@@ -39,6 +39,8 @@ from flowscope.sinks.reduction import spread
 LEAST = 1e-30
 HISTORY = 128
 TABLE_ROWS = 30
+FIRST, BEGINNING = 10, "flowscope_beginning/"
+"""So many records also stand under tags of their own, which begin so."""
 
 _files = itertools.count()
 
@@ -109,10 +111,13 @@ class TensorBoardSink:
         self._add([protobufs.strings("flowscope/header", [json.dumps(header.to_json(), default=str)], {})], 0)
 
     def _write_record(self, record: Record) -> None:
+        drawn = {key: array for key, array in record.metrics.items() if array.size and record.spec(key).drawn}
+        # TensorBoard keeps a sample of a long run in memory: its beginning stays under a name of its own
+        places = ("flowscope/", BEGINNING) if self._count < FIRST else ("flowscope/",)
         values = [
-            protobufs.profile(f"flowscope/{key}", array, self._content(key, record))
-            for key, array in record.metrics.items()
-            if array.size and record.spec(key).drawn
+            protobufs.profile(f"{place}{key}", array, self._content(key, record))
+            for place in places
+            for key, array in drawn.items()
         ]
         values += self._scalars(record)
         if self._layout_due:

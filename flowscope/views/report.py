@@ -34,6 +34,8 @@ from flowscope.views.series import (
 )
 
 MOST_BYTES = 5_000_000
+NAMED = 3
+"""So many runs are named in the title."""
 MATRIX_RECORDS = 12
 LEAST_CELLS = 90_000
 """A page with less room leaves out what is drawn behind the runs."""
@@ -71,7 +73,7 @@ def write_report(
         runs: a run, several by name, or several in a list (named by their place in it); several are drawn on top of
             each other on one scale.
         path: of the file; its folder is created.
-        title: of the page; by default the names of the runs.
+        title: of the page; by default the names of the runs, or how many there are.
 
     Returns:
         The path. Under 5 MB whatever the run's length: long and deep runs are thinned out (and say so).
@@ -85,7 +87,8 @@ def write_report(
         named = {f"run {i + 1}": run for i, run in enumerate(runs)} if isinstance(runs, Sequence) else {"run": runs}
     if not named:
         raise FlowscopeError("write_report(runs, ...): got no run; expected one, or a dict name -> run.")
-    heading, room = title or f"flowscope: {', '.join(named)}", Room()
+    names = ", ".join(named) if len(named) <= NAMED else f"{len(named)} runs"
+    heading, room = title or f"flowscope: {names}", Room()
     while len(page := _page(named, heading, room)) > MOST_BYTES and room != room.smaller():
         room = room.smaller()
     file = Path(path)

@@ -24,6 +24,8 @@ from flowscope.views.series import COLUMNS, Series, make_series
 
 PLUGIN_NAME = "flowscope"
 PREFIX = "flowscope/"
+BEGINNING = "flowscope_beginning/"
+"""Before the keys of a run's first records, which TensorBoard's sample of a long run need not hold."""
 HEADER, ALERTS = "flowscope/header", "flowscope/alerts"
 LOSS = "flow/loss"
 READS_VERSION = 1
@@ -95,7 +97,9 @@ class TensorReader:
                 return self._cache[name], alerts
         # metrics differ in rows by orders of magnitude: what is read at once stays bounded
         count = max(20, min(RECORDS, READ_BYTES // (8 * max(1, len(labels)))))
-        points = self._read(environ, [run], [tag], count, damaged).get(run, {}).get(tag, [])
+        tags = [BEGINNING + key, tag]
+        of_run = self._read(environ, [run], tags, count, damaged).get(run, {})
+        points = [point for one in tags for point in of_run.get(one, [])]
         try:
             series = make_series(key, [(point.step, point.numpy) for point in points], labels, log=log)
         except (TypeError, ValueError) as error:
