@@ -30,7 +30,9 @@ from pairing import Batch, Runner, interleave, ratio
 from torch import Tensor, nn
 
 import flowscope
-from flowscope.ranks.all_reduce import Exchange
+from flowscope.ranks.node import Node
+from flowscope.ranks.wire import Table
+from flowscope.sums.buffer import HostCopy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from byte_lm import ByteLM
@@ -193,13 +195,16 @@ def group_of_one(device: torch.device) -> None:
 def check_ddp(device: torch.device) -> Outcome:
     group_of_one(device)
     good, text = compared(*train(nn.parallel.DistributedDataParallel(model_on(device)), device))
-    # a group of one adds nothing up: the sum itself, on its own stream under NCCL
+    # a group of one adds nothing up: the way of a sum from the device through the ranks' own connections
     vector = torch.arange(1 << 17, dtype=torch.float64, device=device)
-    exchange = Exchange(vector.clone(), dist.group.WORLD, [])
+    node = Node(0, 1, "127.0.0.1", "check")
+    node.start("")
     start = time.perf_counter()
-    exchange.wait(lambda: True)
+    node.enter((1, 0, 0), Table((("numbers", vector.numel(), False),)), HostCopy([vector.clone()]))
+    _, total = node.inbox.outcome((1, 0, 0), 5.0)
     seconds = time.perf_counter() - start
-    same = bool(np.array_equal(exchange.sums(), vector.cpu().numpy()))
+    node.close()
+    same = total is not None and bool(np.array_equal(total.numbers, vector.cpu().numpy()))
     return good and same, f"{text}; a sum of 1 MiB {'arrived' if same else 'IS WRONG'} after {1e3 * seconds:.2f} ms"
 
 

@@ -180,7 +180,9 @@ class Recorder:
         """
         attempt = self.faults.attempt
         losses = attempt("losses", ended.loss.settle, otherwise=[])
-        attempt("losses", self._losses.add, ended.loss)
+        together = "dropped" not in ended.flags
+        if together:
+            attempt("losses", self._losses.add, ended.loss)
         attempt("skipped steps", self._note_skip, ended)
         canary = attempt("canary", _canary, ended, losses, otherwise=np.zeros(len(Canary.KINDS)))
         if ended.sampled:
@@ -203,7 +205,8 @@ class Recorder:
             self.records.append(record)
             attempt("losses", ended.loss.shown_in, record)
         attempt("sinks", self.outlet.emit, record)
-        attempt("detectors", self._judge, judged)
+        if together:  # else what each rank judges would be another thing
+            attempt("detectors", self._judge, judged)
 
     def missed(self, ended: EndedStep) -> None:
         """Of a step whose record could not be made: one without numbers, so that nothing ends in silence."""
@@ -221,7 +224,8 @@ class Recorder:
         record.flags, record.specs, ended.record = ended.flags, self.specs, record
         self.faults.attempt("loss scale", _scaled, record, ended.scale)
         if ended.rank_gap is not None:
-            self.faults.guard("rank_gap", _add_gap, record, ended.rank_gap)
+            record.metrics["rank_gap"] = ended.rank_gap
+            record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
         self.faults.attempt("header", self._update_header, layouts, record, setup)
         if ended.note:
             record.notes = (*record.notes, ended.note)
@@ -315,11 +319,6 @@ def _scaled(record: Record, scale: Any) -> None:
     if scale is not None:
         _unscale(record, float(scale))
         record.metrics["loss_scale"] = np.array([float(scale)])
-
-
-def _add_gap(record: Record, gap: Callable[[], NDArray[np.float64]]) -> None:
-    record.metrics["rank_gap"] = gap()
-    record.metric_labels = {**record.metric_labels, "rank_gap": record.metric_labels.get("param_norm", ())}
 
 
 def _unscale(record: Record, scale: float) -> None:

@@ -171,7 +171,7 @@ class Record:
         metrics: name -> array, ordered from input to output; `metric` is the first flow's, `metric@flow` another's.
             NaN means "not seen" (no gradient arrived, nothing ran), never zero.
         flags: what is special about this step: "skipped" (GradScaler found inf), "possibly_skipped", "unsampled" (only
-            the finiteness canary is inside).
+            the finiteness canary is inside), "local" and "dropped" (of many ranks: docs/scale.md).
         notes: sentences about what could not be measured, and why.
     """
 

@@ -24,7 +24,7 @@ from flowscope.instruments import Instrument, specs_of
 from flowscope.model.plan import FlowPlan, display_path
 from flowscope.model.view import ModelView
 from flowscope.observation.observation import Observation
-from flowscope.ranks.groups import is_first_process
+from flowscope.ranks.groups import is_first_process, several_processes
 from flowscope.recorder import Recorder
 from flowscope.records import Alert, Alerts, Record, RunHeader
 from flowscope.schedule import Schedule, make_schedule
@@ -40,6 +40,8 @@ NO_FLOWS = FlowPlan((), ())
 OFF = "Nothing is watched: FLOWSCOPE_OFF=1."
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Scope]] = weakref.WeakKeyDictionary()
+_TOLD_CLOSED: weakref.WeakSet[Scope] = weakref.WeakSet()
+"""Closed scopes among ranks that were called again, which is said once."""
 
 
 @arguments.spelled
@@ -226,7 +228,17 @@ class Scope:
         driver.raise_stop()
 
     def _open(self, call: str) -> StepDriver | None:
-        """What drives the steps; None where nothing is watched (`FLOWSCOPE_OFF=1`, or attaching failed)."""
+        """What drives the steps; None where nothing is watched (`FLOWSCOPE_OFF=1`, or attaching failed).
+
+        Raises:
+            FlowscopeError: the scope is closed. Among ranks it is a line in the log instead: an error in one rank's
+                loop would end all of them.
+        """
+        if self._closed and several_processes() and call != "load_state_dict":
+            if self not in _TOLD_CLOSED:
+                _TOLD_CLOSED.add(self)
+                LOGGER.warning("flowscope: scope.%s() after scope.close() does nothing.", call)
+            return None
         if self._closed:
             raise FlowscopeError(
                 f"scope.{call}() after scope.close(): got a closed scope, expected an open one; call "

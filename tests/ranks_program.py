@@ -293,14 +293,64 @@ def local_clipping() -> Result:
     return train(DistributedDataParallel(build()), share(batches(12), rank()), before_step=clip, desync_every=1)
 
 
+# -- the life of a job ------------------------------------------------------------------------------------------------
+
+
+def closes_for_one() -> Result:
+    """The second rank's loop closes its scope and goes on calling it."""
+
+    def close(scope: flowscope.Scope, step: int) -> None:
+        if rank() == 1 and step == 1:
+            scope.close()
+        if step > 0:
+            scope.step()
+            scope.pause()
+            scope.resume()
+
+    return train(DistributedDataParallel(build()), share(batches(), rank()), after_step=close)
+
+
+def resumes() -> Result:
+    """Goes on from what one process had (STATE), and says what it would go on from itself."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scope = flowscope.watch(model, optimizer, every=1, config={"console": "off"})
+    scope.load_state_dict(json.loads((FOLDER / "state.json").read_text()))
+    for x, y in share(batches(), rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    state = scope.state_dict()
+    scope.close()
+    records = [(record.step, record.flags) for record in scope.records]
+    return {"records": records, "state": state}
+
+
+def closes_after_the_group() -> Result:
+    """The group is gone before the scope is closed; its last record is everybody's still."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scope = flowscope.watch(model, optimizer, every=1, config={"console": "off"})
+    for x, y in share(batches(), rank()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    scope.close()
+    return {"flags": [record.flags for record in scope.records], "failed": {**scope._faults.failed}}
+
+
 # -- a rank that dies -------------------------------------------------------------------------------------------------
 
 
 def dies() -> Result:
-    """The second rank is gone in its third step: the first gets the framework's error, and can close."""
+    """The second rank is gone in its third step (by SIGNAL): the first gets the framework's error, and can close."""
     model = DistributedDataParallel(build())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scope = flowscope.watch(model, optimizer, every=1, config={"console": "off"})
+    scope = None
+    if "RANKS_BARE" not in os.environ:
+        scope = flowscope.watch(model, optimizer, every=1, config={"console": "off"})
     error, start = "", 0.0
     for step, (x, y) in enumerate(share(batches(), rank())):
         start = time.monotonic()
@@ -308,14 +358,17 @@ def dies() -> Result:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             if step == 2 and rank() == 1:
-                os._exit(7)
+                os.kill(os.getpid(), int(os.environ["RANKS_SIGNAL"]))
+                time.sleep(60)
             loss.backward()
             optimizer.step()
         except RuntimeError as caught:
             error = f"{type(caught).__name__}: {caught}"
             break
-    scope.close()
-    return {"error": error, "seconds": time.monotonic() - start, "records": len(scope.records)}
+    if scope is not None:
+        scope.close()
+    records = len(scope.records) if scope is not None else 0
+    return {"error": error, "seconds": time.monotonic() - start, "records": records}
 
 
 SCENARIOS: dict[str, dict[str, Callable[[], Result]]] = {
@@ -357,6 +410,7 @@ SCENARIOS: dict[str, dict[str, Callable[[], Result]]] = {
         "lost_payloads": lost_payloads,
         "local_clipping": local_clipping,
     },
+    "life": {"closes_for_one": closes_for_one, "resumes": resumes, "closes_after_the_group": closes_after_the_group},
     "death": {"dies": dies},
 }
 
@@ -371,6 +425,7 @@ def main(strategy: str, folder: str, only: str = "") -> None:
     else:
         dist.init_process_group("gloo", timeout=limit)
     results: dict[str, Result] = {}
+    place = rank()  # a scenario may take the group down
     for name, scenario in SCENARIOS[strategy].items():
         if only in ("", name):
             try:
@@ -379,12 +434,12 @@ def main(strategy: str, folder: str, only: str = "") -> None:
                 results[name] = {"failed": f"{type(error).__name__}: {error}"}
                 raise
             finally:
-                (FOLDER / f"{strategy}-{rank()}.json").write_text(json.dumps(results))
-    if strategy != "death":
+                (FOLDER / f"{strategy}-{place}.json").write_text(json.dumps(results))
+    if strategy == "death":
+        os._exit(0)  # the group of a dead rank is not taken down
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    else:
-        os._exit(0)  # the group of a dead rank is not taken down
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ recorded with one process here: gradients from torch.autograd on an unwatched co
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -280,18 +281,62 @@ def replicas(results: dict[str, tuple[Result, Result]]) -> None:
     assert labels == [name for name, _ in build().named_parameters()]
 
 
-def test_a_rank_that_dies_ends_the_other_by_the_frameworks_own_error(tmp_path: Path) -> None:
-    (first, out), (second, _) = without_launcher(
-        "ranks_program.py", "death", str(tmp_path), limit=LIMIT, WORLD_SIZE="2", RANKS_STORE=str(tmp_path / "store")
-    )
-    assert second == 7
-    assert first == 0, out
-    result = json.loads((tmp_path / "death-0.json").read_text())["dies"]
-    assert result["error"].startswith("RuntimeError")
-    assert "flowscope" not in result["error"]
-    assert result["records"] == 2
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_rank_that_dies_ends_the_other_by_the_frameworks_own_error(tmp_path: Path, name: str) -> None:
+    told = {}
+    for twin in ("bare", "watched"):
+        folder = tmp_path / twin
+        folder.mkdir()
+        environment = {"RANKS_BARE": "1"} if twin == "bare" else {}
+        number = getattr(signal, name)
+        environment |= {"WORLD_SIZE": "2", "RANKS_STORE": str(folder / "store"), "RANKS_SIGNAL": str(int(number))}
+        ended = without_launcher("ranks_program.py", "death", str(folder), limit=LIMIT, **environment)
+        (first, out), (second, _) = ended
+        assert second == -number
+        assert first == 0, out
+        told[twin] = json.loads((folder / "death-0.json").read_text())["dies"]
+    assert told["watched"]["error"].startswith("RuntimeError")
+    assert "flowscope" not in told["watched"]["error"]
+    assert told["watched"]["records"] == 2
     # far less than the sixty seconds after which gloo itself gives up
-    assert result["seconds"] < 30.0
+    assert told["watched"]["seconds"] < told["bare"]["seconds"] + 5.0
+
+
+def test_the_life_of_a_job(tmp_path: Path) -> None:
+    single = build()
+    optimizer = torch.optim.SGD(single.parameters(), 0.1)
+    with flowscope.watch(single, optimizer, every=1, config={"console": "off"}) as scope:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(single(x), y).backward()
+            optimizer.step()
+        (tmp_path / "state.json").write_text(json.dumps(scope.state_dict()))
+    results = launched("life", tmp_path)
+
+    first, second = results["closes_for_one"]
+    assert [r["flags"] for r in first["records"]] == [[], [], ["local"], ["local"]]
+    assert [r["flags"] for r in second["records"]] == [[], []]
+    # from one process to two, and back to one
+    for result in results["resumes"]:
+        assert result["records"] == [[step, []] for step in range(3, 7)]
+    with flowscope.watch(single, optimizer, every=1, config={"console": "off"}) as scope:
+        scope.load_state_dict(results["resumes"][1]["state"])
+        optimizer.zero_grad()
+        nn.functional.mse_loss(single(x), y).backward()
+        optimizer.step()
+        assert [record.step for record in scope.records] == [7]
+    for result in results["closes_after_the_group"]:
+        assert result == {"flags": [[]] * 4, "failed": {}}
+
+
+def test_a_job_that_is_restarted(tmp_path: Path) -> None:
+    """The launcher starts all ranks again when one fails: they find each other, and nothing of the first try."""
+    # gloo itself may read the addresses of the first try where the launcher keeps the store
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    torchrun("elastic_program.py", str(tmp_path), limit=LIMIT, options=("--max-restarts", "1"), **own)
+    for rank in RANKS:
+        tries = [json.loads((tmp_path / f"{attempt}-{rank}.json").read_text()) for attempt in (0, 1)]
+        assert tries[1] == [[step, []] for step in range(4)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 1000, 10_000])

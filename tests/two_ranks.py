@@ -1,4 +1,4 @@
-"""Programs of this folder on two ranks, with torch's launcher or without; nothing that was started outlives a test."""
+"""Programs of this folder on two ranks or more, with torch's launcher or without; none outlives its test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -13,9 +14,11 @@ RANKS = (0, 1)
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def torchrun(program: str, *arguments: str, limit: float, **environment: str) -> str:
+def torchrun(
+    program: str, *arguments: str, limit: float, ranks: int = 2, options: Sequence[str] = (), **environment: str
+) -> str:
     """Run a program to its end, for `limit` seconds at most, and return what it printed."""
-    process = _started(*LAUNCHER, str(TESTS / program), *arguments, **environment)
+    process = _started(*LAUNCHER[:-1], str(ranks), *options, str(TESTS / program), *arguments, **environment)
     try:
         out, errors = process.communicate(timeout=limit)
     finally:

@@ -9,6 +9,7 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Group:
         averaged: over how many ranks gradients are averaged.
         states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
         wrapper: the DDP module, where there is one.
+        clocks: the groups whose collectives tell that a step was made.
     """
 
     process_group: Any
@@ -38,21 +40,27 @@ class Group:
     averaged: float
     states: bool
     wrapper: weakref.ref[nn.Module] | None = None
+    clocks: tuple[Any, ...] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global numbers of all of them; kept, as the group may be destroyed before the scope is closed."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @cached_property
+    def place(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(dist.get_rank())
 
     @property
     def size(self) -> int:
         """How many ranks."""
-        return int(dist.get_world_size(self.process_group))
-
-    @property
-    def first_rank(self) -> int:
-        """The global rank of the first of them."""
-        return int(dist.get_process_group_ranks(self.process_group)[0])
+        return len(self.ranks)
 
     @property
     def first(self) -> bool:
         """Whether this rank is the first of them."""
-        return bool(dist.get_rank() == self.first_rank)
+        return self.place == 0
 
     @property
     def uneven(self) -> bool:
@@ -62,8 +70,8 @@ class Group:
 
     def sharing(self, device: torch.device) -> Sharing:
         """This rank's share in the sum."""
-        first, rank = (self.first, self.first_rank), dist.get_rank(self.process_group)
-        return Sharing(self.size, device, self.states, self.replicas, self.averaged, *first, rank)
+        ranks, place = self.ranks, self.place
+        return Sharing(len(ranks), device, self.states, self.replicas, self.averaged, place == 0, ranks[0], place)
 
 
 def several_processes() -> bool:
@@ -90,19 +98,21 @@ def find_group(model: nn.Module) -> Group | None:
     if not sharded:
         group = dist.group.WORLD if replicas is None else replicas.process_group
         size = dist.get_world_size(group)
-        return Group(group, "" if replicas is None else "DDP", size, float(size), True, wrapper)
+        return Group(group, "" if replicas is None else "DDP", size, float(size), True, wrapper, (group,))
     mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
     data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
     everyone = _group_of(mesh, data_parallel if replicas is not None else None)
     if everyone is None:
         return None
+    clocks = (*mesh.get_all_groups(), *([data_parallel] if replicas is not None else []))
     first = dist.get_process_group_ranks(everyone)[0]
     if data_parallel is None:
-        return Group(everyone, "tensor parallel", 1, 1.0, dist.get_rank() == first)
+        return Group(everyone, "tensor parallel", 1, 1.0, dist.get_rank() == first, None, clocks)
     size = dist.get_world_size(data_parallel)
     divisor = size if replicas is not None else _fsdp_divisor(model, data_parallel)
     states = first in dist.get_process_group_ranks(data_parallel)
-    return Group(everyone, "DDP" if wrapper is not None else "FSDP2", size, float(divisor), states, wrapper)
+    kind = "DDP" if wrapper is not None else "FSDP2"
+    return Group(everyone, kind, size, float(divisor), states, wrapper, clocks)
 
 
 def _group_of(mesh: Any, replicas: Any) -> Any:

@@ -1,13 +1,13 @@
 """Whether this rank adds up with the others: all must watch with one layout and schedule, and go in step.
 
-They are counted in the process group's store, without a collective.
+They are counted in the process group's store, without a collective, and find each other's addresses there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flowscope.config import WatchConfig
 from flowscope.faults import LOGGER
 from flowscope.observation.observation import Observation
+from flowscope.ranks.clock import Clock
 from flowscope.ranks.groups import Group, find_group, several_processes
+from flowscope.ranks.node import Node, local_address
+from flowscope.ranks.wire import Kind
 from flowscope.schedule import Schedule
+from flowscope.steps.losses import StepLoss
 from flowscope.torch_internals import sequence_of
 
 SCHEDULE_STEPS = 1024
@@ -54,16 +57,17 @@ class Membership:
     Attributes:
         group: the ranks, None while they are not known.
         standing: how this rank stands to them.
-        entered: how many sums it has entered.
+        clock: which of this rank's steps is which of the others'.
     """
 
     def __init__(self, model: nn.Module, layout: Callable[[Group], list[Any]]) -> None:
         self._model, self._layout = model, layout
         self.group: Group | None = None
         self.standing = Standing.LOOKING
-        self.entered = 0
+        self.clock = Clock()
+        self._node: Node | None = None
         self._place = ""
-        """Of the counters in the process group's store; empty before this rank has registered."""
+        """Of what is kept in the process group's store; empty before this rank has registered."""
         self._ended = self._count_at = 0
         self._sequence = -1
 
@@ -76,6 +80,11 @@ class Membership:
         """Who adds up: known since the ranks have joined."""
         assert self.group is not None
         return self.group
+
+    def node(self) -> Node:
+        """This rank's connections: there since it has joined."""
+        assert self._node is not None
+        return self._node
 
     @property
     def uneven(self) -> bool:
@@ -91,14 +100,20 @@ class Membership:
 
     def forward_begins(self) -> None:
         """A training forward of the model begins."""
-        if self.standing in (Standing.JOINED, Standing.ALONE) or not several_processes():
+        passed = self.clock.forward_begins()
+        if self.standing is Standing.ALONE or not several_processes():
             return
         if self.standing is Standing.LOOKING:
             self._look()
+        if self.standing is Standing.REGISTERED and self.clock.begun > 1 and self._there() >= self.party().size:
+            self._connect()  # this rank may have left out the step in which the others have joined
+        if self.joined:
+            self.node().note(Kind.PASSED, passed)
         self._sequence = sequence_of(dist.group.WORLD)
 
-    def step_ended(self) -> None:
+    def step_ended(self, step: StepLoss) -> None:
         """In a step's hook: join where all ranks have registered and are seen to go in step."""
+        self.clock.step_ended(step)
         if several_processes():
             if self.standing is Standing.LOOKING:
                 self._look()
@@ -119,15 +134,19 @@ class Membership:
     def _register(self, group: Group) -> None:
         """Count this rank among those that have its layout; how many they are is only read in a later hook."""
         self.group, self.standing, self._count_at = group, Standing.REGISTERED, self._ended
+        self.clock.groups = group.clocks
         digest = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
         _REGISTERED[digest] += 1
-        self._place = f"flowscope/{digest}/{_REGISTERED[digest]}"
-        self._counted(add=1)
+        # a launcher that starts the ranks again may keep the store
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._place = f"flowscope/{digest}/{again}/{_REGISTERED[digest]}"
+        store = self._store()
+        self._node = node = Node(group.place, group.size, local_address(store), self._place)
+        store.set(f"{self._place}/{group.place}", node.address)
+        store.add(self._place, 1)
 
-    def _counted(self, what: str = "", add: int = 0) -> int:
-        """How many ranks have this layout, or of which something was told, after adding to them."""
-        store: Any = dist.distributed_c10d._get_process_group_store(self.party().process_group)
-        return int(store.add(self._place + what, add))
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_process_group_store(self.party().process_group)
 
     def _join(self) -> None:
         group = self.party()
@@ -137,13 +156,25 @@ class Membership:
             device = next(self._model.parameters()).device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # once: the collectives of backward are behind all ranks
-            if (count := self._counted()) == group.size:
-                self.standing = Standing.JOINED
+            if not self.clock.counts():
+                self.stay_alone("the backend of its process group does not count collectives")
+            elif (count := self._there()) >= group.size:
+                self._connect()
             else:
                 self.stay_alone(
                     f"{count} of {group.size} ranks watch it with this layout and schedule (call flowscope.watch "
                     "on every rank with the same arguments, before the first step)"
                 )
+
+    def _there(self) -> int:
+        """How many ranks have registered; more than there are where the store remembers an earlier try."""
+        return int(self._store().add(self._place, 0))
+
+    def _connect(self) -> None:
+        node = self.node()
+        above = node.gathering.parent
+        node.start(self._store().get(f"{self._place}/{above}").decode() if above >= 0 else "")
+        self.standing = Standing.JOINED
 
     def _in_step(self, group: Group) -> bool:
         """Whether something shows that the other ranks make this step too: a wrapper, or a collective in the step."""
@@ -151,23 +182,26 @@ class Membership:
 
     def stay_alone(self, why: str) -> None:
         """Add up no more, and say why."""
-        self.standing = Standing.ALONE
+        self.leave(f"another rank adds up no more ({why})" if why != self.left else why)
         LOGGER.warning("flowscope: nothing is added up over ranks, records are this rank's own (flag local): %s.", why)
 
-    def others_left(self, entered: int) -> bool:
-        """Whether a rank closed its scope after this many sums: it will not enter the next."""
-        return bool(self._place) and self._counted(f"/left after {entered}") > 0
+    @property
+    def left(self) -> str:
+        """Why another rank adds up no more; empty while all do."""
+        return self._node.inbox.left if self._node is not None else ""
 
-    def leave(self) -> None:
-        """Tell the others how many sums this rank has entered: it enters no more."""
-        if self.joined:
-            with contextlib.suppress(RuntimeError, OSError):
-                self._counted(f"/left after {self.entered}", add=1)
+    def leave(self, why: str = "another rank has closed its scope") -> None:
+        """Tell the others that this rank enters no more, and let go of them."""
+        if self._node is not None:
+            if self.joined:
+                self._node.leave(why)
+            self._node.close()
+        self.standing, self._node = Standing.ALONE, None
 
 
-def layout_of(observation: Observation, watch: WatchConfig, schedule: Schedule, group: Group) -> list[Any]:
+def layout_of(observation: Observation, schedule: Schedule, group: Group) -> list[Any]:
     """Return what ranks must have in common for their numbers to add up."""
-    config = watch.model_dump(mode="json")
+    config = observation.config.model_dump(mode="json")
     plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.view.flows]
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
     steps = [bool(schedule(step)) for step in range(SCHEDULE_STEPS)]

@@ -1,18 +1,19 @@
 """Many processes, one record: ranks that train a model together add up what they deposited, once a sampled step.
 
-What is entered when, on every rank alike (docs/scale.md has the costs):
+Nothing of it is part of what the training's own ranks wait for (docs/scale.md has the costs):
 
-- `register` (no collective): a counter in the process group's store, one per layout and schedule. Where not all ranks
-  have the same one, because they watch different things or not at all, nothing is ever added up: each rank's records
-  are its own, flagged `local`.
-- in the optimizer's step hook of a sampled step: one SUM of the statistics, not waited for; every
-  `WatchConfig.desync_every`-th time one MAX of the replicated parameters' norms. The first two times, and where a rank
-  saw something new, one MAX of hashes before it: which parts the ranks have in common.
-- in the hook of the step after, the sum is there, or is waited for: all ranks have entered it, or the step's own
-  collectives would have failed. Losses mostly come after the hook, so a step's loss is in the next sum, and with that
-  its record is complete: the same on all ranks, at the same step.
+- a counter in the process group's store, one per layout and schedule. Where not all ranks have the same one, because
+  they watch different things or not at all, nothing is ever added up: each rank's records are its own, flagged `local`.
+  Else they connect as a tree of sockets (`Gathering`, `Node`).
+- in the optimizer's step hook of a sampled step a rank hands its numbers over, under the step's stamp (`Clock`).
+- in the hook of the step after, the sum is there, or known to never come: all ranks were in this step's backward. A
+  rank waits `LIMIT` seconds at most. Losses mostly come after the hook, so a step's loss is in the next sum, and with
+  that its record is complete: the same on all ranks, at the same step.
+- where a rank left a step out, its sum and the next, which would hold two steps of that rank, are dropped: these
+  records hold each rank's own numbers, flagged `local` and `dropped`, and no detector judges them. After that the ranks
+  add up again; who counted fewer steps takes over the numbers of the others.
 
-Reading records or closing waits for at most `all_reduce.GRACE` seconds, and enters nothing.
+Reading records or closing waits for at most `GRACE` seconds, and enters nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowscope.config import WatchConfig
 from flowscope.hooks.canary import Canary
 from flowscope.observation.observation import Observation
-from flowscope.ranks.all_reduce import Agreement, Exchange
+from flowscope.ranks.clock import fingerprint
 from flowscope.ranks.groups import Group, several_processes
-from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, Standing, layout_of
+from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, layout_of
+from flowscope.ranks.wire import Entry, Kind, Message, Stamp, Table
 from flowscope.records import OWN_LOSS, Array, Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
@@ -44,6 +46,17 @@ from flowscope.sums.statistics import wide
 
 KINDS = len(Canary.KINDS)
 MOST_LATE = 128
+LIMIT = 2.0
+"""Seconds that a step's hook waits for the sum of the step before."""
+ASK_AFTER = 0.05
+"""Seconds after which a rank that waits asks who will not enter the sum."""
+AGAIN = 0.3
+"""Seconds that it waits once it has waited in vain, until a sum comes again."""
+STRIKES = 3
+"""After so many sums in a row that did not come in time a rank adds up no more."""
+GRACE = 1.0
+"""Seconds that reading or closing waits, once a sum, for ranks that are a little behind; a dead one costs no more."""
+LOST = "its loss was not added up over ranks"
 
 
 class LateRows:
@@ -137,73 +150,135 @@ class FirstRanks:
         self._of, self._values = None, {}
 
 
+class Counts(Protocol):
+    """The steps of a scope.
+
+    Attributes:
+        step: the number of the step under way.
+        samples: how many were sampled.
+    """
+
+    step: int
+    samples: int
+
+
+@dataclass
+class UnderWay:
+    """A sum under way.
+
+    Attributes:
+        stamp: of its step.
+        ended: the step.
+        parts: what this rank takes of it.
+        asked: whether it was waited for already.
+    """
+
+    stamp: Stamp
+    ended: EndedStep
+    parts: list[Part]
+    asked: bool = False
+
+
 class Ranks:
     """The other ranks, as a scope sees them.
 
     Args:
         observation: whose snapshots add up.
-        config: the scope's settings.
         schedule: when it samples; part of what the ranks must have in common.
         prepare: makes the record of a sampled step whose sums are there.
+        count: the scope's steps; the ranks agree on their numbers.
 
     Attributes:
         others: who they are, and whether they add up.
     """
 
     def __init__(
-        self, observation: Observation, config: WatchConfig, schedule: Schedule, prepare: Callable[[EndedStep], None]
+        self,
+        observation: Observation,
+        schedule: Schedule,
+        prepare: Callable[[EndedStep], None],
+        count: Counts,
     ) -> None:
-        self._observation, self._config, self._prepare = observation, config, prepare
-        self.others = Membership(observation.model, partial(layout_of, observation, config, schedule))
-        self._agreement, self._late, self._local = Agreement(), LateRows(schedule), FirstRanks()
-        self._exchange: Exchange | None = None
-        self._of: Any = None
-        """The step whose sum is under way."""
-        self._since: list[EndedStep] = []
-        self._sent: list[EndedStep] = []
-        self._sharing: Sharing | None = None
+        self._observation, self._prepare, self._count = observation, prepare, count
+        self._schedule = schedule
+        self.others = Membership(observation.model, partial(layout_of, observation, schedule))
+        self._late, self._local = LateRows(schedule), FirstRanks()
+        self._sizes: dict[str, int] = {}
+        """The parts that the ranks have had in common, by name."""
+        self._under_way: UnderWay | None = None
+        self._since: dict[Stamp, EndedStep] = {}
+        """Steps that ended since the last sum was begun."""
+        self._sent: dict[Stamp, EndedStep] = {}
+        """Those whose losses are in it."""
+        self._strikes = 0
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step_ended(self, ended: EndedStep, *, sampled: bool) -> None:
-        """A step has ended, in its optimizer's hook: take the last sum, and begin the next where it was sampled."""
-        others = self.others
-        others.step_ended()
+    def step_ended(self, ended: EndedStep, *, sampled: bool) -> bool:
+        """A step has ended, in its optimizer's hook: take the last sum, and begin the next where it was sampled.
+
+        Returns:
+            Whether the step under way has got another number.
+        """
+        others, clock = self.others, self.others.clock
+        others.step_ended(ended.loss)
         if not others.joined:
             if several_processes() and (others.group is None or others.group.size > 1):
                 ended.flags = (*ended.flags, "local")
-            return
-        why = ""
+            return False
+        why, samples, grown = "", self._count.samples, 0
         try:
             self._take(wait=True)
+            grown = self._agree_on_numbers(ended)
             ended.awaited = True
-            if others.uneven:
-                why = UNEVEN
-            elif sampled and others.others_left(others.entered):
-                why = "another rank has closed its scope"
-            elif sampled:
-                self._enter(ended)
-            elif ended.snapshot is not None:
+            why = self._why_alone() if sampled else UNEVEN if others.uneven else ""
+            if sampled and not why:
+                self._enter(ended, samples)
+            else:
+                others.node().note(Kind.PASSED, clock.stamp)
+            if ended.snapshot is not None and not sampled:
                 ended.flags = (*ended.flags, "local")  # skipped by the GradScaler: nothing is entered outside of a step
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            # else a rank has died: the training's own collectives tell the user
-            if not isinstance(error, (RuntimeError, OSError)):
-                raise
+            raise
         finally:
-            self._since.append(ended)
+            self._since[clock.stamp] = ended
             if why:
                 self._give_up(why)
+        return grown > 0
+
+    def _why_alone(self) -> str:
+        """Why nothing can be added up any more; empty where it can."""
+        if self.others.uneven:
+            return UNEVEN
+        if self._strikes >= STRIKES:
+            return f"the other ranks did not answer in time, {STRIKES} times in a row"
+        return self.others.left
+
+    def _agree_on_numbers(self, ended: EndedStep) -> int:
+        """A step has the largest number that a rank has for it; returns by how much this rank's grow.
+
+        Who may have left a step out tells the number of this one, and hears a larger one in time for the next.
+        """
+        node, clock = self.others.node(), self.others.clock
+        if grown := clock.catch_up(node.inbox.take_numbers()):
+            step = self._count.step
+            self._count.step += grown
+            self._count.samples += sum(bool(self._schedule(missed)) for missed in range(step, step + grown))
+        if clock.uneven:
+            node.tell(Kind.NUMBER, clock.stamp, ended.step)
+        else:
+            node.know(clock.stamp, ended.step)
+        return grown
 
     def _give_up(self, why: str) -> None:
-        self.others.leave()
-        self._exchange = None
+        self._under_way = None
         self.others.stay_alone(why)
         self._release()
 
     def _release(self) -> None:
         """What still waits for other ranks becomes records of this rank's own numbers."""
-        for ended in dict.fromkeys((*self._sent, *self._since)):
+        for ended in (self._sent | self._since).values():
             if ended.awaited:
                 ended.awaited = False
                 if ended.snapshot is not None and not ended.snapshot.shared:
@@ -213,115 +288,164 @@ class Ranks:
                 elif ended.snapshot is not None and ended.record is not None:
                     ended.record.notes = (*ended.record.notes, OWN_LOSS)
         self._local.keep(self.others.group)
-        self._sent, self._since = [], []
+        self._sent, self._since = {}, {}
+
+    def _drop(self, steps: Iterable[EndedStep]) -> None:
+        """A sum did not come: no rank has what these steps still waited for, and none judges a part of it."""
+        for ended in steps:
+            ended.awaited = False
+            if ended.snapshot is None or ended.snapshot.shared:
+                ended.loss.values = []
+            if ended.snapshot is None or not ended.snapshot.shared:
+                ended.flags = (*ended.flags, *(("local",) if ended.snapshot is not None else ()), "dropped")
+            elif ended.record is not None:
+                ended.record.notes = (*ended.record.notes, LOST)
+        self._local.keep(self.others.group)
 
     def payload(self) -> dict[str, int]:
-        """Bytes of the sum by kind of part ("points", "parameters", "units", ...), as the ranks last agreed."""
+        """Bytes of the sum by kind of part ("points", "parameters", "units", ...), as the ranks last had in common."""
         sizes: Counter[str] = Counter()
-        for name, size in (self._sizes() if self.others.joined else self._agreement.sizes).items():
+        for name, size in self._sizes.items():
             sizes[name.split(" ")[0]] += 8 * size
         return dict(sizes)
 
-    def _sizes(self) -> dict[str, int]:
-        return {"header": 2, "late": self._late.size, **self._agreement.sizes}
-
     def poll(self) -> None:
         """Take the sum under way where it is there, or comes within `GRACE`."""
-        if self._exchange is not None:
-            self._take(wait=False)
+        self._take(wait=False)
 
     def close(self) -> None:
         """Tell the others that this rank enters nothing any more, and let go of what waits for them."""
         if self.others.joined:
             with contextlib.suppress(RuntimeError, OSError):
                 self.poll()
-            self.others.leave()
-        self.others.standing, self._exchange = Standing.ALONE, None
+        self.others.leave()
+        self._under_way = None
         self._release()
 
     # -- the sum -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, ended: EndedStep) -> None:
+    def _enter(self, ended: EndedStep, samples: int) -> None:
         """Begin the sum of a sampled step; a rank that is paused, or whose probes failed, enters with zeros."""
-        group, device = self.others.party(), self._share().device
+        group, clock = self.others.party(), self.others.clock
+        sharing = group.sharing(next(self._observation.model.parameters()).device)
+        device = sharing.device
+        self._sent, self._since = self._since, {}
         # a part of its own in the list of faults: this rank goes on entering sums, with zeros
-        made = self._observation.faults.guard("parts of ranks", self._own_parts, ended)
-        own = made or []
-        if made is None:
+        own = self._observation.faults.guard("parts of ranks", self._own_parts, ended, sharing)
+        if own is None:
             ended.flags = (*ended.flags, "local")
-        self._agreement.renew(own, self._observation.expects, device, group.process_group)
-        header = np.array([float(ended.snapshot is not None and made is not None), float(self._agreement.news(own))])
-        self._sent, self._since = self._since, []
-        late, since = self._late, self._sent
-        first = [
-            Part("header", 2, partial(from_host, header, device), lambda sums: None),
-            Part("late", late.size, partial(late.gather, since, ended, device), partial(late.scatter, since, ended)),
+        observed = float(ended.snapshot is not None and own is not None)
+        # what must be the same on all ranks, and the larger of it and of its negative are
+        same = [fingerprint([clock.before, samples]), fingerprint(self._sent)]
+        agreed = np.array([*same, *(-value for value in same), ended.step])
+        late, sent = self._late, [*self._sent.values()]
+        parts = [
+            Part("header", 1, partial(from_host, np.array([observed]), device), lambda sums: None),
+            Part("late", late.size, partial(late.gather, sent, ended, device), partial(late.scatter, sent, ended)),
+            *(own or ()),
+            Part("agreed", len(agreed), partial(from_host, agreed, device), lambda sums: None, largest=True),
+            Part("scale", 2, partial(_both, ended.scale, device), lambda sums: None, largest=True),
+            *self._replicas(ended, device),
         ]
-        vector, places = self._vector({part.name: part for part in [*first, *own]}, device)
-        self._local.keep(group, sent={part.name for part, _ in places})
-        self._exchange, self._of = Exchange(vector, group.process_group, places), ended
-        self.others.entered += 1
-        self._compare_replicas(ended, self._exchange, device)
+        table, vector, taken = self._vector(parts, device)
+        self._local.keep(group, sent={part.name for part in taken})
+        self._under_way = UnderWay(clock.stamp, ended, taken)
+        self.others.node().enter(clock.stamp, table, HostCopy([vector]))
 
-    def _share(self) -> Sharing:
-        """This rank's share."""
-        if self._sharing is None:
-            self._sharing = self.others.party().sharing(next(self._observation.model.parameters()).device)
-        return self._sharing
-
-    def _own_parts(self, ended: EndedStep) -> list[Part]:
-        sharing = self._share()
+    def _own_parts(self, ended: EndedStep, sharing: Sharing) -> list[Part]:
         own = self._local.parts(self.others.party(), sharing.device)
-        return own + (ended.snapshot.parts(sharing, self._agreement.sizes) if ended.snapshot is not None else [])
+        return own + (ended.snapshot.parts(sharing, self._sizes) if ended.snapshot is not None else [])
 
-    def _vector(self, parts: dict[str, Part], device: torch.device) -> tuple[Tensor, list[tuple[Part, int]]]:
-        """The vector, and where in it this rank's own parts lie; zeros for those of which it has nothing."""
-        vector, places, at = [], [], 0
-        for name, size in self._sizes().items():
-            part = parts.get(name)
+    def _vector(self, parts: list[Part], device: torch.device) -> tuple[Table, Tensor, list[Part]]:
+        """The vector, what lies where in it, and the parts that this rank has; zeros where others may have more."""
+        given = {part.name: part for part in parts}
+        sums = {name: size for name, size in self._sizes.items() if self._observation.expects(name)}
+        rows = sorted((sums | {part.name: part.size for part in parts if not part.largest}).items())
+        table = Table(
+            (*((name, size, False) for name, size in rows), *((p.name, p.size, True) for p in parts if p.largest))
+        )
+        vector, taken = [], []
+        for name, size, _ in table.rows:
+            part = given.get(name)
             numbers = self._observation.faults.guard("parts of ranks", part.gather) if part is not None else None
-            if part is not None and numbers is not None and numbers.numel() == size:
-                places.append((part, at))
+            if part is not None and numbers is not None and numbers.numel() == part.size == size:
+                taken.append(part)
             else:
                 numbers = torch.zeros(size, dtype=wide(device), device=device)
             vector.append(numbers)
-            at += size
-        return torch.cat(vector), places
+        return table, torch.cat(vector), taken
 
     def _take(self, *, wait: bool) -> None:
-        """Put the sum under way in its places."""
-        exchange, others = self._exchange, self.others
-        if exchange is None or not (wait or exchange.wait_a_little()):
+        """Put the sum under way in its places.
+
+        Args:
+            wait: in a step's hook: it has no further time than this. Else `GRACE`, the first time.
+        """
+        if (under_way := self._under_way) is None:
             return
-        exchange.wait(lambda: not others.others_left(others.entered - 1))
-        sums, ended, self._exchange = exchange.sums(), self._of, None
-        for part, at in exchange.places:
-            part.scatter(sums[at : at + part.size].copy())
-        observing, news = sums[:2]
-        self._sent = []
-        self._local.clear()
-        if news > 0:
-            self._agreement.reopen()
+        node = self.others.node()
+        limit = (AGAIN if self._strikes else LIMIT) if wait else (0.0 if under_way.asked else GRACE)
+        decided, total = node.inbox.outcome(under_way.stamp, min(limit, ASK_AFTER))
+        if not decided and limit > 0:
+            node.tell(Kind.ASK, under_way.stamp)
+            decided, total = node.inbox.outcome(under_way.stamp, limit)
+        under_way.asked = True
+        if not decided and not wait:
+            return
+        self._under_way = None
+        self._strikes = 0 if decided else self._strikes + 1
+        if not decided:
+            node.tell(Kind.VOID, under_way.stamp)
+        if total is None or not self._put(under_way, total):
+            self._drop([*self._sent.values(), *self._since.values()])
+            self._since = {}
+        self._sent = {}
+
+    def _put(self, under_way: UnderWay, total: Entry) -> bool:
+        """Put a sum in its places; returns whether all ranks have entered the same step, and one step."""
+        rows, numbers, ended = total.table.rows, total.numbers, under_way.ended
+        found = {row[0]: numbers[place] for row, place in total.table.places.items()}
+        before, sent, minus_before, minus_sent, step = found["agreed"]
+        self.others.node().inbox.deliver(Message(Kind.NUMBER, under_way.stamp, int(step)))
+        self._sizes = {name: size for name, size, largest in rows if not largest}
+        if before != -minus_before or found["scale"][0] != -found["scale"][1]:
+            return False
+        together = bool(sent == -minus_sent)
+        for part in under_way.parts:
+            if part.name in found and (together or not (part.name == "late" or part.name.startswith("local "))):
+                part.scatter(found[part.name].copy())
+        if together:
+            self._local.clear()
+        else:
+            self._drop(self._sent.values())
         if ended.snapshot is not None:
-            group = others.party()
+            group, observing = self.others.party(), float(found["header"][0])
             ended.snapshot.shared = True
             if observing < group.size:
                 ended.note = f"{observing:.0f} of {group.size} ranks observed this step"
             self._prepare(ended)
             self._local.take_out(ended, group)
+        return True
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
-    def _compare_replicas(self, ended: EndedStep, exchange: Exchange, device: torch.device) -> None:
+    def _replicas(self, ended: EndedStep, device: torch.device) -> list[Part]:
         """Every `desync_every`-th sum: the largest and the least norm of each replicated parameter over the ranks."""
-        every, replicated = self._config.desync_every, self._observation.replicated()
-        if replicated is None or not replicated.any() or not every or (self.others.entered - 1) % every:
-            return
+        every, replicated = self._observation.config.desync_every, self._observation.replicated()
+        if replicated is None or not replicated.any() or not every or (self._count.samples - 1) % every:
+            return []
         norms = torch.zeros(len(replicated), dtype=wide(device), device=device)
         if ended.snapshot is not None:
             read = self._observation.faults.guard("parts of ranks", ended.snapshot.replicas, device)
             norms = norms if read is None else read
-        ended.rank_gap = exchange.compare(norms, self.others.party().process_group, replicated)
+
+        def scatter(extremes: Array) -> None:
+            largest, least = np.split(extremes, 2)
+            with np.errstate(all="ignore"):
+                gap = np.where(largest > 0, (largest + least) / largest, 0.0)
+            ended.rank_gap = np.where(replicated, gap, np.nan)
+
+        return [Part("replicas", 2 * len(replicated), lambda: torch.cat([norms, -norms]), scatter, largest=True)]
 
 
 def is_local(key: str, record: Record, local: Collection[str], *, sharded: bool) -> bool:
@@ -335,6 +459,13 @@ def is_local(key: str, record: Record, local: Collection[str], *, sharded: bool)
     """
     ranks = record.spec(key).ranks
     return ranks == "first" or (sharded if ranks == "whole" else key in local)
+
+
+def _both(scale: Tensor | float | None, device: torch.device) -> Tensor:
+    """A loss scale and its negative, zeros where there is none."""
+    held = scale if isinstance(scale, Tensor) else from_host(np.array([scale or 0.0]), device)
+    held = held.reshape(1).to(device, wide(device), non_blocking=True)
+    return torch.cat([held, -held])
 
 
 def _add_losses(row: Tensor, loss: StepLoss) -> None:

@@ -79,7 +79,7 @@ class StepDriver:
         self.own, self.observation, self._recorder, self.count = own, observation, recorder, count
         self.losses = Losses()
         self.ended = EndedSteps(recorder.take, recorder.missed, self.losses, observation.faults)
-        self.ranks = Ranks(observation, observation.config, schedule, recorder.prepare)
+        self.ranks = Ranks(observation, schedule, recorder.prepare, count)
         self._machine = StepMachine()
         self._found_inf: list[Tensor] = []
         self._runs = 0
@@ -195,10 +195,8 @@ class StepDriver:
         if (newest := self.ended.newest) is not None and (newest.loss.values or not self.losses.given):
             self.losses.silent = self.losses.silent or not newest.loss.values
             self._finish(newest=True)
-        if self._machine.paused:
-            return False
         self._guard("ranks", self.ranks.others.forward_begins)
-        return True
+        return not self._machine.paused
 
     def _found(self, found: list[Tensor]) -> None:
         """What the scaler found in the gradients of the step that just ended (one optimizer of several was skipped)."""
@@ -243,8 +241,8 @@ class StepDriver:
     def _end(self, *flags: str) -> None:
         found_inf, self._found_inf = self._found_inf, []
         snapshot, sampled, self.count.ended = None, self._machine.observing, True
+        self.count.samples += self._machine.sampling
         if sampled:
-            self.count.samples += 1
             snapshot = self._attempt("snapshot", self.observation.snapshot)
         ended = EndedStep(
             self.losses.end(self.count.step),
@@ -260,7 +258,8 @@ class StepDriver:
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
         shared = self._machine.sampling and not flags
         self._attempt("begin of a step", self.begin)
-        self._guard("ranks", partial(self.ranks.step_ended, ended, sampled=shared))
+        if self._guard("ranks", partial(self.ranks.step_ended, ended, sampled=shared)):
+            self._attempt("begin of a step", self.begin)
         # a scaler tells only after the step whether it was skipped
         self._finish(newest=self._scaler is None and self.losses.none_comes())
 
@@ -303,7 +302,8 @@ class StepDriver:
     def told(self, value: Value | None, step: int | None) -> None:
         """`scope.step` was called with this loss and number: they are those of the step that ended, or is under way."""
         with self.observation.faults.turn:
-            ended = self.losses.claim(ran=not self.just_ended())
+            # of a step that is not observed nothing tells whether the model has run
+            ended = self.losses.claim(ran=self._machine.paused or not self.just_ended())
             if value is not None:
                 self.losses.given = True
                 (ended or self.losses.under_way).give(value)

@@ -34,7 +34,7 @@ class EndedStep:
         found_inf: above 0 where the gradients of an optimizer held inf (the scaler's, or a fused optimizer's own).
         awaited: whether numbers of other ranks are still to come.
         record: the record, where it was made before its time (`Recorder.prepare`).
-        rank_gap: gives the gap between the ranks of each parameter, where they were compared.
+        rank_gap: [N] the gap between the ranks of each parameter, where they were compared.
         unshared: metrics that only this rank has: shown, and not judged.
         note: what is special about its numbers.
     """
@@ -48,7 +48,7 @@ class EndedStep:
     found_inf: list[Tensor] = field(default_factory=list)
     awaited: bool = False
     record: Record | None = None
-    rank_gap: Callable[[], NDArray[np.float64]] | None = None
+    rank_gap: NDArray[np.float64] | None = None
     unshared: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     note: str = ""
 

@@ -118,19 +118,21 @@ class Losses:
         unclaimed: that of the step that ended since the last call of `scope.step`: the next call may belong to it.
         given: whether `scope.step` was ever given one.
         silent: whether a step has gone by without one.
+        early: whether this loop has given the loss of a step before it ended.
         at_end: the values that are known only when the step ends (of a launcher that listens to backward passes).
     """
 
     def __init__(self) -> None:
         self.under_way = StepLoss()
         self.unclaimed: StepLoss | None = None
-        self.given = self.silent = False
+        self.given = self.silent = self.early = False
         self.at_end: Callable[[], Iterable[Value]] = tuple
 
     def end(self, step: int) -> StepLoss:
         """The step under way has ended and has this number."""
         self.unclaimed = ended = self.under_way
         self.under_way = StepLoss()
+        self.early |= bool(ended.values)
         ended.values += self.at_end()
         ended.step = step
         return ended
@@ -143,11 +145,11 @@ class Losses:
         """`scope.step` is called: the step that has ended and that the call belongs to, None for the one under way.
 
         Args:
-            ran: whether the model has run since. A step that has its loss already wants no other then: the loop gives
-                each loss before the optimizer's step.
+            ran: whether the model has run since. A step that has its loss already wants no other then, and none does
+                where the loop gives each loss before the optimizer's step: one made again would take the next one's.
         """
         ended, self.unclaimed = self.unclaimed, None
-        return None if ended is None or (ended.values and ran) else ended
+        return None if ended is None or (ran and (self.early or ended.values)) else ended
 
 
 class LossesSinceRecord:

@@ -57,6 +57,7 @@ class Part:
         gather: gives [N] fp64 on the vector's device; only called where this rank has something to add.
         scatter: takes the sum [N] over the ranks, on the host.
         fixed: whether the structure of the model alone decides on name and size.
+        largest: whether the largest of each number is asked for, in the place of the sum.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Part:
     gather: Callable[[], Tensor]
     scatter: Callable[[Array], None]
     fixed: bool = True
+    largest: bool = False
 
 
 def flat(tensors: list[Tensor], device: torch.device) -> Tensor:
