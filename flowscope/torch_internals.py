@@ -135,6 +135,14 @@ is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtens
 """Whether this is a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once."""
 
 
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether no operation made it; False of a view of what was changed in place, of which torch refuses to speak."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another (`x._base`)."""
 
@@ -358,6 +366,11 @@ def fsdp_states(model: nn.Module) -> list[Any]:
 
     found = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     return [state for state in found if state is not None]
+
+
+def is_flattened(parameter: object) -> bool:
+    """Whether this is what a rank holds of a parameter that FullyShardedDataParallel (FSDP1) flattened and cut."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 @contextlib.contextmanager

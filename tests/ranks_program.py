@@ -21,7 +21,8 @@ from ranks_models import batches, build, plain, share, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,6 +150,19 @@ def fsdp_wrapped(mode: str) -> Result:
 
 def fsdp_accumulate() -> Result:
     return train(_shard(build()), share(batches(), rank()), micro=True)
+
+
+def fsdp1(*, whole: bool) -> Result:
+    """FullyShardedDataParallel, with the parameters' own names (`use_orig_params`) and without."""
+    model = FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy=ModuleWrapPolicy({type(build().blocks[0])}),
+        device_id=torch.device("cpu"),
+        use_orig_params=whole,
+    )
+    alerts: list[str] = []
+    result = train(model, share(batches(), rank()), desync_every=1, on_alert=[lambda alert: alerts.append(alert.kind)])
+    return {**result, "alerts": alerts}
 
 
 def compiled() -> Result:
@@ -395,6 +409,8 @@ SCENARIOS: dict[str, dict[str, Callable[[], Result]]] = {
         "dhc": lambda: fsdp_wrapped("dhc"),
         "tensor_parallel": tensor_parallel,
         "compiled": compiled,
+        "fsdp1": lambda: fsdp1(whole=False),
+        "fsdp1_names": lambda: fsdp1(whole=True),
     },
     "apart": {
         "only_first_watches": only_first_watches,

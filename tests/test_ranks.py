@@ -225,6 +225,7 @@ def test_sharded(tmp_path: Path) -> None:
     as_one(results["tensor_parallel"], single, rows | {"dead_fraction", "dead_lasting"})
     against_autograd(results["tensor_parallel"][1], build(), whole())
     against_autograd(results["compiled"][1], build(), whole())
+    fsdp1(results["fsdp1"], results["fsdp1_names"])
     for mode in ("keel", "dhc"):
         as_one(results[mode], wrapped(mode), rows)
     clipped = train(build(), batches(), before_step=lambda model: flowscope.clip_grad_norm_(model, 0.05))
@@ -232,6 +233,22 @@ def test_sharded(tmp_path: Path) -> None:
     for record in results["clipped"][0]["records"]:
         total = np.sqrt(np.nansum(np.square(record["metrics"]["param_grad_norm"])))
         assert total == pytest.approx(0.05, rel=1e-4)
+
+
+def fsdp1(flat: tuple[Result, Result], names: tuple[Result, Result]) -> None:
+    """FSDP1: shards add up; without the parameters' own names a row is a wrapped module's flat parameter."""
+    for result in (flat, names):
+        same_on_both(result)
+        assert [rank["alerts"] for rank in result] == [[], []]
+        assert not any("rank_gap" in record["metrics"] for record in result[0]["records"])
+    against_autograd(names[1], build(), whole())
+    expected, record = truth(build(), whole()[0]), flat[1]["records"][0]
+    norm = np.array(expected["grad_norm"])
+    np.testing.assert_allclose(record["metrics"]["grad_norm"], norm, rtol=TOLERANCE)
+    for label, found in zip(record["labels"]["param_grad_norm"], record["metrics"]["param_grad_norm"], strict=True):
+        place = label.removesuffix("_flat_param")
+        inside = [n for n in expected["parameters"] if (n.startswith(place) if place else not n.startswith("blocks."))]
+        assert found == pytest.approx(np.sqrt(sum(expected["parameters"][n] ** 2 for n in inside)), rel=TOLERANCE)
 
 
 def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:

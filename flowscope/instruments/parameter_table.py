@@ -17,6 +17,7 @@ from flowscope.instruments.instrument import Array
 from flowscope.sums.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
 from flowscope.sums.statistics import wide
 from flowscope.sums.vector_norms import Number
+from flowscope.torch_internals import is_flattened
 
 
 class Row(IntEnum):
@@ -226,7 +227,7 @@ def owned_by(parameters: Sequence[object], sharing: Sharing) -> NDArray[np.bool_
 def _owns(parameter: object, *, first: bool, first_rank: int) -> bool:
     placements = getattr(parameter, "placements", None)
     if placements is None:
-        return first
+        return first or is_flattened(parameter)
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     here = mesh.get_coordinate()
     if here is None or first_rank not in mesh.mesh.reshape(-1).tolist():

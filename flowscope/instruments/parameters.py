@@ -31,6 +31,7 @@ from flowscope.record_builder import RecordBuilder
 from flowscope.records import few
 from flowscope.sums.payload import Part, Sharing, local
 from flowscope.sums.vector_norms import Number, norms
+from flowscope.torch_internals import is_flattened
 
 SAMPLE_BUDGET = 1 << 22
 
@@ -229,8 +230,9 @@ class Parameters(Instrument):
 
     def replicated(self) -> NDArray[np.bool_]:
         """The parameters of which every rank holds all."""
-        placements = [getattr(parameter, "placements", ()) for parameter in self._parameters.current()]
-        return np.array([all(p.is_replicate() for p in placed) for placed in placements], dtype=bool)
+        now = self._parameters.current()
+        whole = [all(p.is_replicate() for p in getattr(held, "placements", ())) for held in now]
+        return np.array(whole, dtype=bool) & [not is_flattened(held) for held in now]
 
     def update_failed(self) -> None:
         """What the optimizer was about to use is read again."""

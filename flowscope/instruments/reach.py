@@ -98,7 +98,8 @@ class Reach(Instrument):
             held = self._of[optimizer] = [i for i in self._waiting if id(at(i)) in ids]
         for i in held:
             parameter = self._parameters.at(i)
-            if parameter is None or not parameter.requires_grad or i not in self._waiting:
+            # FSDP1 gives no gradient to what lies on other ranks
+            if parameter is None or not parameter.requires_grad or not parameter.numel() or i not in self._waiting:
                 continue
             if parameter.grad is not None:
                 del self._waiting[i]

@@ -17,6 +17,7 @@ from flowscope.metrics import Metric
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
+from flowscope.torch_internals import is_leaf
 
 DEEPEST = 3
 """A list in a dict in an attribute."""
@@ -101,7 +102,7 @@ def _inside(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple
             return
         seen.add(id(value))
         if isinstance(value, Tensor):
-            if value.requires_grad and value.is_leaf:
+            if value.requires_grad and is_leaf(value):
                 yield path, value
             return
         for name, parameter in value.named_parameters():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flowscope.sums.payload import Sharing
-from flowscope.torch_internals import fsdp_states, is_joined
+from flowscope.torch_internals import fsdp_states, is_flattened, is_joined
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         process_group: what the sum is made in.
-        kind: "DDP", "FSDP2", "tensor parallel" or "" (several processes, and nothing shows that they train together).
+        kind: "DDP", "FSDP2", "FSDP1", "tensor parallel" or "" (nothing shows that the processes train together).
         replicas: how many ranks see batches of their own.
         averaged: over how many ranks gradients are averaged.
         states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
@@ -92,6 +92,8 @@ def find_group(model: nn.Module) -> Group | None:
     With DDP (around the model, inside it, or found among the living objects) it is DDP's group; with sharded or tensor
     parallel parameters the ranks of their mesh, or all where DDP or FSDP2 and tensor parallelism are combined.
     """
+    if any(is_flattened(p) for p in model.parameters()):
+        return _flattened_group(model)
     sharded = [p for p in model.parameters() if hasattr(p, "device_mesh")]
     replicas = _ddp_of(model)
     wrapper = weakref.ref(replicas) if replicas is not None else None
@@ -123,9 +125,25 @@ def _group_of(mesh: Any, replicas: Any) -> Any:
     return mesh.get_group() if mesh.ndim == 1 and replicas is None else None
 
 
+def _flattened_group(model: nn.Module) -> Group | None:
+    """The ranks of FullyShardedDataParallel (FSDP1), None for groups of groups: shards add up as those of FSDP2."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = _wrapper_of(model, FullyShardedDataParallel)
+    group = getattr(found, "process_group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    size = dist.get_world_size(group)
+    return Group(group, "FSDP1", size, float(size), True, None, (group,))
+
+
 def _ddp_of(model: nn.Module) -> Any:
     """The DDP module around the model or in it, None where there is none."""
-    kind = nn.parallel.DistributedDataParallel
+    return _wrapper_of(model, nn.parallel.DistributedDataParallel)
+
+
+def _wrapper_of(model: nn.Module, kind: type[nn.Module]) -> Any:
+    """The module of this kind around the model or in it, None where there is none."""
     for module in model.modules():
         if isinstance(module, kind):
             return module

@@ -25,9 +25,13 @@ from flowscope.ranks.node import Node, local_address
 from flowscope.ranks.wire import Kind
 from flowscope.schedule import Schedule
 from flowscope.steps.losses import StepLoss
-from flowscope.torch_internals import sequence_of
+from flowscope.torch_internals import is_flattened, sequence_of
 
 SCHEDULE_STEPS = 1024
+FLATTENED = (
+    "FullyShardedDataParallel (FSDP1) is seen: parameters are flat shards, whose norms add up over the ranks (without "
+    "use_orig_params=True one row a wrapped module). Use torch.distributed.fsdp.fully_shard for what else there is."
+)
 UNEVEN = "inside of torch's Join a rank that has run out of batches enters no sum"
 
 
@@ -135,6 +139,8 @@ class Membership:
         """Count this rank among those that have its layout; how many they are is only read in a later hook."""
         self.group, self.standing, self._count_at = group, Standing.REGISTERED, self._ended
         self.clock.groups = group.clocks
+        if group.kind == "FSDP1":
+            LOGGER.warning("flowscope: %s", FLATTENED)
         digest = hashlib.sha256(json.dumps(self._layout(group)).encode()).hexdigest()[:24]
         _REGISTERED[digest] += 1
         # a launcher that starts the ranks again may keep the store
@@ -203,7 +209,11 @@ def layout_of(observation: Observation, schedule: Schedule, group: Group) -> lis
     """Return what ranks must have in common for their numbers to add up."""
     config = observation.config.model_dump(mode="json")
     plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.view.flows]
-    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in observation.model.named_parameters()]
+    shapes = [
+        # of a flattened parameter each rank holds another number of entries
+        (name, [] if is_flattened(p) else list(p.shape), str(p.dtype))
+        for name, p in observation.model.named_parameters()
+    ]
     steps = [bool(schedule(step)) for step in range(SCHEDULE_STEPS)]
     for display in ("console", "images_every", "max_records", "max_alerts"):
         config.pop(display, None)

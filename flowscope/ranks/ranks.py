@@ -56,6 +56,7 @@ STRIKES = 3
 """After so many sums in a row that did not come in time a rank adds up no more."""
 GRACE = 1.0
 """Seconds that reading or closing waits, once a sum, for ranks that are a little behind; a dead one costs no more."""
+SHARDED = ("FSDP1", "FSDP2", "tensor parallel")
 LOST = "its loss was not added up over ranks"
 
 
@@ -116,7 +117,7 @@ class FirstRanks:
         record, snapshot = ended.record, ended.snapshot
         if record is None or snapshot is None:
             return
-        sharded = group.kind in ("FSDP2", "tensor parallel")
+        sharded = group.kind in SHARDED
         keys = [key for key in record.metrics if is_local(key, record, snapshot.local, sharded=sharded)]
         self._values = {key: record.metrics.pop(key) for key in keys}
         if keys:
