@@ -22,7 +22,7 @@ pytestmark = [
 B, T, D = 3, 5, 8
 BLOCKS, SITES = 3, 2
 ANYWHERE = [mode for mode in MODES if mode != "deepnorm"]  # which refuses what has no norms behind its adds
-STREAMED = [mode for mode, rule in MODES.items() if rule.expands]
+STREAMED = [mode for mode, rule in MODES.items() if "residual_mix" in rule.observed]
 CASES = [
     *((mode, {}) for mode in ANYWHERE),
     ("keel", {"gate": "feature", "share_gate": "block", "preserve": True}),
@@ -43,7 +43,17 @@ def stack(mode: str, options: dict, dtype: torch.dtype = torch.float32, **place)
         make_connection(
             mode,
             ConnectionContext(
-                D, SITES, block, BLOCKS, block == 0, block == BLOCKS - 1, SITES * block, dtype=dtype, **place
+                D,
+                SITES,
+                block,
+                BLOCKS,
+                block == 0,
+                block == BLOCKS - 1,
+                SITES * block,
+                behind=SITES * block,
+                between=SITES * BLOCKS,
+                dtype=dtype,
+                **place,
             ),
             settings,
         )
@@ -202,6 +212,8 @@ def test_observer_sees_what_each_mode_names():
         "keel-postln": {"norm_input"},
         "rezero": {"branch_scale"},
         "layer-scale": {"branch_scale"},
+        "attention-residuals": {"branch_input", "input_share"},
+        "block-attention-residuals": {"branch_input", "input_share"},
         "peri-ln": set(),
         **{mode: {"branch_input", "streams", "residual_mix", "write"} for mode in STREAMED},
     }

@@ -1,4 +1,4 @@
-"""`mhc-lite`, `kromhc`, `rezero`, `layer-scale`, `peri-ln`: against their equations, written out in loops."""
+"""Connections from papers against their equations, written out in loops."""
 
 from __future__ import annotations
 
@@ -179,6 +179,80 @@ def test_peri_ln_norms_what_each_branch_adds() -> None:
         f = torch.tanh(block.linear(block.norm(expected)))
         expected = expected + 0.7 * f / f.square().mean(-1, keepdim=True).add(1e-6).sqrt()
     torch.testing.assert_close(model(x), expected)
+
+
+class TwoPreNorms(nn.Module):
+    """Two pre-norm branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = PreNorm(), PreNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.a.linear(self.a.norm(x)))
+        return x + torch.tanh(self.b.linear(self.b.norm(x)))
+
+
+def depth_read(sources: list[Tensor], query: Tensor, weight: Tensor) -> Tensor:
+    """Softmax over the sources of w . (g v / rms(v)), position by position."""
+    out = torch.zeros_like(sources[0])
+    for b in range(B):
+        for t in range(T):
+            vectors = [v[b, t] for v in sources]
+            scores = [float((query * weight * v).sum() / (v.square().mean() + 1e-6).sqrt()) for v in vectors]
+            shares = [math.exp(s) for s in scores]
+            out[b, t] = sum(s / sum(shares) * v for s, v in zip(shares, vectors, strict=True))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "size"),
+    [
+        ("attention-residuals", {}, 1),
+        ("block-attention-residuals", {"block_size": 2}, 2),
+        ("block-attention-residuals", {"block_size": 3}, 3),
+        ("block-attention-residuals", {}, 1),  # 6 sub-layers: 8 blocks of one at most
+    ],
+)
+def test_attention_residuals_read_all_that_came_before(mode: str, options: dict[str, Any], size: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(TwoPreNorms() for _ in range(3))), torch.randn(B, T, D)
+    flowscope.wrap(model, mode=mode, example_inputs=x, **options)
+    with torch.no_grad():
+        for _, connection in flowscope.connections(model):
+            for parameter in connection.parameters():
+                parameter.add_(torch.randn_like(parameter))
+    layers = [layer for block in model for layer in (block.a, block.b)]
+    reads = [read for _, connection in flowscope.connections(model) for read in connection.site]
+    blocks, partial = [x], None
+    with torch.no_grad():
+        for number, (layer, read) in enumerate(zip(layers, reads, strict=True)):
+            sources = blocks if partial is None else [*blocks, partial]
+            f = torch.tanh(layer.linear(layer.norm(depth_read(sources, read.query, read.norm.weight))))
+            partial = f if partial is None else partial + f
+            if (number + 1) % size == 0 or number == 5:
+                blocks, partial = [*blocks, partial], None
+        last = model[-1].connection.output
+        expected = depth_read(blocks, last.query, last.norm.weight)
+    assert model[0].connection.streams == len(blocks)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_attention_residuals_are_the_plain_model_behind_a_norm_at_first(size: int) -> None:
+    """Each read is the mean of what the plain model sums, and norms do not see the difference but for eps."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(TwoPreNorms() for _ in range(3)), nn.LayerNorm(D, eps=1e-12)), 10 * torch.randn(B, T, D)
+    for norm in (layer.norm for block in list(model)[:3] for layer in (block.a, block.b)):
+        norm.eps = 1e-12
+    expected = model(x)
+    flowscope.wrap(model, mode="block-attention-residuals", example_inputs=x, block_size=size)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_residuals_refuse_post_norm_blocks() -> None:
+    with pytest.raises(flowscope.FlowscopeError, match="attention-residuals wants a norm before each branch"):
+        flowscope.wrap(stack(PostNorm), mode="attention-residuals", example_inputs=torch.randn(B, T, D))
 
 
 def test_peri_ln_refuses_blocks_without_a_norm_before_the_branch() -> None:

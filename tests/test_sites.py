@@ -309,5 +309,5 @@ def test_an_argument_given_twice_is_no_operation() -> None:
 
     x, memory = torch.ones(B, T, D), torch.ones(B, T, D)
     block = Mixes()
-    assert trace_block(block, block.forward, (x, x, memory), {})[1].strict.sites == ()
-    assert trace_block(block, block.forward, (x, x.clone(), memory), {})[1].strict.sites == ()
+    assert trace_block(block, block.forward, (x, x, memory), {})[1].strict[0].sites == ()
+    assert trace_block(block, block.forward, (x, x.clone(), memory), {})[1].strict[0].sites == ()

@@ -43,6 +43,8 @@ MODES: list[tuple[str, dict[str, Any], Any]] = [
 SCALED: list[tuple[str, dict[str, Any], Any]] = [
     ("rezero", {"init": 0.4}, models.PreNormBlock),
     ("layer-scale", {"init": 0.4}, models.PreNormBlock),
+    ("attention-residuals", {}, models.PreNormBlock),
+    ("block-attention-residuals", {"block_size": 2}, models.PreNormBlock),
     ("peri-ln", {}, models.PreNormBlock),
 ]
 GATED, NORMED = [MODES[k] for k in (1, 2, 3)], [MODES[k] for k in (0, 4, 5, 6)]

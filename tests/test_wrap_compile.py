@@ -119,3 +119,14 @@ def test_model_that_was_compiled_before() -> None:
     torch.testing.assert_close(compiled(x), expected)
     compiled(x).square().sum().backward()
     assert all(any(p.grad is not None for p in c.parameters()) for _, c in connections(compiled))
+
+
+@pytest.mark.parametrize("mode", ["keel", "shc", "dhc", "mhc", "mhc-lite", "kromhc", "block-attention-residuals"])
+def test_export_with_a_dynamic_batch(mode: str) -> None:
+    model = nn.Sequential(models.PreNormBlock(), models.PreNormBlock())
+    x = models.hidden_states()
+    wrap(model, mode, example_inputs=x)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model.eval(), (x,), dynamic_shapes=({0: batch},), strict=False).module()
+    other = torch.randn(7, *x.shape[1:])
+    torch.testing.assert_close(exported(other), model(other))

@@ -469,7 +469,7 @@ def test_blocks_left_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None
 
     wrap(Mixed(), "keel", example_inputs=models.hidden_states())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "1 blocks not wrapped (see find_sites), such as blocks.1: no residual add" in caplog.text
+    assert "1 blocks or adds not wrapped (see find_sites), such as blocks.1: no residual add" in caplog.text
 
 
 def test_decoder_layers_are_found_by_structure_alone() -> None:

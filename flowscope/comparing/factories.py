@@ -20,7 +20,7 @@ from flowscope.comparing.measuring import Meter, product_of
 from flowscope.comparing.outcomes import Candidate, Outcome, telling
 from flowscope.merging.training import param_groups
 from flowscope.merging.wrapping import wrap
-from flowscope.model.sites import untouched
+from flowscope.model.example_inputs import untouched
 from flowscope.scope import watch
 
 RATE = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -94,7 +95,9 @@ class MergeSites(SitesOfAFlow):
     def __init__(self, connections: Sequence[tuple[str, Any]], flow: str, config: WatchConfig) -> None:
         self.flow, self.fuse = flow, f"sites {flow}"
         sites = [(path, connection, site) for path, connection in connections for site in range(connection.sites)]
-        self.labels = [f"{display_path(path.rpartition('.')[0])}#{site}" for path, _, site in sites]
+        numbers = {path.rpartition(".")[0]: itertools.count() for path, _, _ in sites}  # a block may have several
+        blocks = [path.rpartition(".")[0] for path, _, _ in sites]
+        self.labels = [f"{display_path(block)}#{next(numbers[block])}" for block in blocks]
         self.owners = [(connection, site) for _, connection, site in sites]
         declared = {name: sums for connection, _ in self.owners for name, sums in connection.observed.items()}
         self.sums = {name: sums(name, self.owners, config.positions) for name, sums in declared.items()}

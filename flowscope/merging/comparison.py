@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from flowscope.merging.connection import Connection, ResidualOptions, State
 from flowscope.merging.difference import relative, tolerance
-from flowscope.merging.weaving import WovenBlock
-from flowscope.model.example_inputs import fresh
-from flowscope.model.sites import Trial, untouched
+from flowscope.merging.interception import BlockRule
+from flowscope.merging.weaving import WovenBlock, lanes_of
+from flowscope.model.example_inputs import fresh, untouched
+from flowscope.model.sites import Trial
 
 Points = list[tuple[str, Tensor]]
 
@@ -47,16 +48,26 @@ class Rounded(Connection):
 def instead(model: nn.Module, rule: type[Connection]) -> Iterator[None]:
     """Answer each merge by another rule inside, one without streams and options."""
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, WovenBlock)]
-    kept = [(block, block.flowscope_rule, block._modules[block.flowscope_rule.child]) for block in blocks]
+    kept = [(block, lanes_of(block), dict(block._modules)) for block in blocks]
     try:
-        for block, own, _ in kept:
-            vars(block)["flowscope_rule"] = own._replace(dims=0, deferred=False)
-            block._modules[own.child] = rule(block.flowscope_recipe.context, ResidualOptions())
+        for block, lanes, _ in kept:
+            set_rules(block, [own._replace(dims=0, deferred=own.absent) for own, _ in lanes])
+            for own, recipe in lanes:
+                block._modules[own.child] = rule(recipe.context, ResidualOptions())
         yield
     finally:
-        for block, own, connection in kept:
-            vars(block)["flowscope_rule"] = own
-            block._modules[own.child] = connection
+        for block, lanes, modules in kept:
+            set_rules(block, [own for own, _ in lanes])
+            block._modules.update(modules)
+
+
+def set_rules(block: Any, rules: list[BlockRule]) -> None:
+    """Let a woven block find its sites by other rules."""
+    first, *more = rules
+    vars(block)["flowscope_rule"] = first
+    if more:
+        recipes = [recipe for _, recipe in block.flowscope_more]
+        vars(block)["flowscope_more"] = tuple(zip(more, recipes, strict=True))
 
 
 def plain_run(model: nn.Module, trial: Trial, rule: type[Connection] = Rounded) -> Any:

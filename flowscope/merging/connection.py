@@ -108,6 +108,8 @@ class ConnectionContext:
         calls: how often the block runs in one forward: more than once where layers share it.
         offset: index in the flow of this block's first site (the sub-layer index k of the papers).
         total_sites: sites in the whole flow; 0 means `blocks * sites`.
+        behind: sites before this block since streams were expanded.
+        between: sites from there to where they are reduced; 0 means those of this block.
         feature_axis: -1, or 1 in convnets.
         norm_kinds: per site, where the block's own norm is: before the branch, after the add, or nowhere.
         outer_norms: per site, the block's own norm after the add (post-norm sites), else None.
@@ -125,6 +127,8 @@ class ConnectionContext:
     last: bool = True
     offset: int = 0
     total_sites: int = 0
+    behind: int = 0
+    between: int = 0
     feature_axis: int = -1
     norm_kinds: tuple[NormKind, ...] = ()
     outer_norms: tuple[nn.Module | None, ...] = ()
@@ -148,6 +152,8 @@ class ConnectionContext:
             object.__setattr__(self, name, tuple(values))
         if not self.overwritten:
             object.__setattr__(self, "overwritten", (False,) * (self.sites + 1))
+        if not self.between:
+            object.__setattr__(self, "between", self.sites)
         if not self.total_sites:
             object.__setattr__(self, "total_sites", self.blocks * self.sites)
 

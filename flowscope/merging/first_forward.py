@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from flowscope.merging.comparison import plain_run, run, woven_connections
 from flowscope.merging.connection import Connection
 from flowscope.merging.verification import check_kept, refuse_idle
-from flowscope.model.sites import Trial, untouched
+from flowscope.model.example_inputs import untouched
+from flowscope.model.sites import Trial
 from flowscope.torch_internals import no_training_pass
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
-from flowscope.model.tracing import ADDS, CASTS, SiteRule, adds_nothing, version
+from flowscope.model.tracing import ADDS, CASTS, INSIDE, SiteRule, adds_nothing, version
 from flowscope.torch_internals import newest_mode, without_newest_mode
 
 DROPOUTS = tuple(
@@ -41,6 +41,11 @@ class BlockRule(NamedTuple):
     dims: int  # axes of what comes in, where streams travel; 0: not checked
     path: str
 
+    @property
+    def absent(self) -> bool:
+        """Whether the carry comes in nowhere: the block's code makes it."""
+        return self.position < 0 and not self.name
+
 
 class BlockCall:
     """The state of one call of a block.
@@ -57,7 +62,6 @@ class BlockCall:
         self.state: list[State] = [None]
         self.shape: torch.Size | None = None
         self.fired = [0]
-        self.seen = [0]
         self.handed: list[tuple[int, Tensor, int] | None] = [None]
 
     def meet(self, site: int, state: State, func: Any, left: Tensor, right: Tensor, alpha: Any) -> Tensor:
@@ -114,14 +118,14 @@ class Carry(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ADDS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-            carry = cast(Carry, args[0] if type(args[0]) is Carry else args[1])
-            call = carry.call
-            if carry.site < len(call.rules):
-                if carry.touched == call.rules[carry.site].touch:
-                    alpha = kwargs.get("alpha") if kwargs else None
-                    y = call.meet(carry.site, carry.state, func, plain(args[0]), plain(args[1]), alpha)
-                    return tag(y, call, carry.site + 1, call.state[0])
-                carry.touched += 1  # an add that is no site (x + positions)
+            for operand in args[:2]:
+                if type(operand) is Carry and operand.site < len(operand.call.rules):
+                    call = operand.call
+                    if operand.touched == call.rules[operand.site].touch:
+                        alpha = kwargs.get("alpha") if kwargs else None
+                        y = call.meet(operand.site, operand.state, func, plain(args[0]), plain(args[1]), alpha)
+                        return tag(y, call, operand.site + 1, call.state[0])
+                    operand.touched += 1  # an add that is no site (x + positions)
         elif (func in CASTS or adds_nothing(func, args)) and type(args[0]) is Carry:
             carry = args[0]
             y = func(carry.plain, *[plain(a) for a in args[1:]], **(kwargs or {}))
@@ -166,56 +170,73 @@ def refuse_reentrant(path: str) -> None:
 
 
 class SiteMode(TorchFunctionMode):
-    """Answers the adds of one call by their number among the adds that the block's own code does."""
+    """Answers the adds of the carries of one block's call by their number among the adds that the block's code does."""
 
-    def __init__(self, call: BlockCall) -> None:
+    def __init__(self, calls: list[BlockCall]) -> None:
         super().__init__()
-        self.call = call
+        self.calls = calls
+        self.seen = [0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = self.call
         if func in ADDS and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-            call.seen[0] += 1
-            site = call.fired[0]
-            if site < len(call.rules) and call.seen[0] - 1 == call.rules[site].visible:
-                return call.meet(site, call.state[0], func, args[0], args[1], kwargs.get("alpha") if kwargs else None)
+            self.seen[0] += 1
+            for call in self.calls:
+                site = call.fired[0]
+                if site < len(call.rules) and self.seen[0] - 1 == call.rules[site].visible:
+                    alpha = kwargs.get("alpha") if kwargs else None
+                    return call.meet(site, call.state[0], func, args[0], args[1], alpha)
         return func(*args, **(kwargs or {}))
 
 
 def run_block(block: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a woven block's own forward with its merge adds answered by its connection."""
-    rule: BlockRule = block.flowscope_rule
-    connection = block._modules[rule.child]
-    place, named = rule.position, rule.name in kwargs
-    x = kwargs[rule.name] if named else args[place]
-    if not isinstance(x, Tensor):
-        refuse_kind(rule, x)
-    if x.is_nested or (rule.dims and x.dim() not in (rule.dims, rule.dims - (not connection.first))):
-        refuse_shape(rule, x)
-    call = BlockCall(connection, rule)
-    if not rule.deferred:
-        x, call.state[0] = connection.begin(x)
-        call.shape = x.shape
-        call.hand(0, x)
-    tagged = rule.taggable and type(x) is Tensor
-    carried = tag(x, call, 0, call.state[0]) if tagged else x
-    if named:
-        kwargs = {**kwargs, rule.name: carried}
-    else:
-        args = (*args[:place], carried, *args[place + 1 :])
+    """Run a woven block's own forward with its merge adds answered by its connections, one a carry."""
+    rules: list[BlockRule] = [block.flowscope_rule, *[rule for rule, _ in block.flowscope_more]]
+    calls: list[BlockCall] = []
+    begun: list[tuple[BlockRule, BlockCall, Tensor]] = []
+    for rule in rules:
+        call = BlockCall(block._modules[rule.child], rule)
+        calls.append(call)
+        if not rule.absent:
+            begun.append((rule, call, begin(rule, call, args, kwargs)))
+    tagged = all(rule.taggable for rule in rules) and all(type(x) is Tensor for _, _, x in begun)
+    for rule, call, x in begun:
+        carried = tag(x, call, 0, call.state[0]) if tagged else x
+        if rule.name in kwargs:
+            kwargs = {**kwargs, rule.name: carried}
+        else:
+            args = (*args[: rule.position], carried, *args[rule.position + 1 :])
     if tagged:
         output = forward(block, *args, **kwargs)
     else:
-        with SiteMode(call):
+        with SiteMode(calls):
             output = forward(block, *args, **kwargs)
-    if call.fired[0] != len(rule.rules):
-        refuse_missed(rule, call)
-    return leave(output, rule.output, call)
+    for call in calls:
+        if call.fired[0] != len(call.rules):
+            refuse_missed(call.rule, call)
+        output = leave(output, call.rule.output, call)
+    return output
+
+
+def begin(rule: BlockRule, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return what a block's own code gets as carry."""
+    x = kwargs[rule.name] if rule.name in kwargs else args[rule.position]
+    if not isinstance(x, Tensor):
+        refuse_kind(rule, x)
+    connection = call.connection
+    if x.is_nested or (rule.dims and x.dim() not in (rule.dims, rule.dims - (not connection.first))):
+        refuse_shape(rule, x)
+    if not rule.deferred:
+        x, call.state[0] = connection.begin(x)
+        call.shape = None if rule.rules[0].fresh else x.shape
+        call.hand(0, x)
+    return cast(Tensor, x)
 
 
 def leave(output: Any, place: int | str | None, call: BlockCall) -> Any:
     """Return a block's output without tags, its carry as the connection hands it on."""
     call.refuse_overwritten()
+    if place == INSIDE:
+        return plain(output) if isinstance(output, Tensor) else output
     if place is None or isinstance(output, Tensor):  # some blocks return a tuple only when asked for more
         return call.connection.end(plain(output), call.state[0])
     if isinstance(output, dict):
@@ -260,14 +281,14 @@ def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     carries: str = child.flowscope_carries
     mode = newest_mode()
     if type(mode) is SiteMode:
-        if carries == "norm" and bypassed(mode.call, mode.call.fired[0]):
+        if carries == "norm" and any(bypassed(call, call.fired[0], child) for call in mode.calls):
             return args[0] if args else next(iter(kwargs.values()))
         with without_newest_mode():
             return forward(child, *args, **kwargs)
     carry = None
     if carries:
         carry = next((a for a in (*args, *kwargs.values()) if type(a) is Carry), None)
-        if carry is not None and carries == "norm" and bypassed(carry.call, carry.site):
+        if carry is not None and carries == "norm" and bypassed(carry.call, carry.site, child):
             return carry
     if kwargs:
         kwargs = {name: plain(value) for name, value in kwargs.items()}
@@ -279,6 +300,7 @@ def run_child(child: Any, forward: Callable[..., Any], args: tuple[Any, ...], kw
     return output
 
 
-def bypassed(call: BlockCall, site: int) -> bool:
-    """Whether the norm between the site before and this one is to be skipped."""
-    return site > 0 and call.connection.bypass_outer[site - 1]
+def bypassed(call: BlockCall, site: int, norm: Any) -> bool:
+    """Whether a norm is that between the site before and this one, and to be skipped."""
+    connection = call.connection
+    return site > 0 and connection.bypass_outer[site - 1] and connection.existing_norms[0][site - 1] is norm

@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowscope.errors import FlowscopeError, nearest
+from flowscope.merging.block_attention import BlockAttentionResidualsConnection
 from flowscope.merging.connection import Connection, ConnectionContext, ModeOptions
+from flowscope.merging.depth_attention import AttentionResidualsConnection
 from flowscope.merging.gates import HighwayConnection, KeelConnection
 from flowscope.merging.hyper import HyperConnection, StaticHyperConnection
 from flowscope.merging.kronecker import KroneckerConnection
@@ -33,6 +35,8 @@ BUILT_IN: tuple[Rule, ...] = (
     PeriLNConnection,
     ReZeroConnection,
     LayerScaleConnection,
+    AttentionResidualsConnection,
+    BlockAttentionResidualsConnection,
 )
 """In the order of the documentation."""
 MODES: dict[str, Rule] = {rule.mode: rule for rule in BUILT_IN}

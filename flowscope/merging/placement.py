@@ -14,24 +14,25 @@ from torch import nn
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, ConnectionContext, NormKind
 from flowscope.merging.interception import BlockRule
-from flowscope.model.hidden_state import AxisReader
-from flowscope.model.sites import BlockSites, SitePlan
+from flowscope.model.hidden_state import feature_axis
+from flowscope.model.sites import BlockSites, Key, SitePlan
 
 
 def servable(plan: SitePlan, rule: type[Connection]) -> SitePlan:
     """Return the plan without the blocks a rule cannot serve."""
-    return without(plan, {block.path: reason for block in plan.blocks if (reason := rule.refusal(block))})
+    return without(plan, {block.key: reason for block in plan.blocks if (reason := rule.refusal(block))})
 
 
-def without(plan: SitePlan, refused: dict[str, str]) -> SitePlan:
-    """Return the plan without some blocks ({path: reason}); streams end before each and begin anew after it."""
+def without(plan: SitePlan, refused: dict[Key, str]) -> SitePlan:
+    """Return the plan without some carries of blocks; streams end before each and begin anew after it."""
     kept = []
     for number, block in enumerate(plan.blocks):
-        before = plan.blocks[number - 1].path in refused if number else True
-        after = plan.blocks[number + 1].path in refused if number + 1 < len(plan.blocks) else True
-        if block.path not in refused:
+        before = plan.blocks[number - 1].key in refused if number else True
+        after = plan.blocks[number + 1].key in refused if number + 1 < len(plan.blocks) else True
+        if block.key not in refused:
             kept.append(replace(block, first=block.first or before, last=block.last or after))
-    return SitePlan(tuple(kept), (*plan.refused, *refused.items()), plan.traced)
+    told = dict.fromkeys((path, reason) for (path, _), reason in refused.items())
+    return SitePlan(tuple(kept), (*plan.refused, *told), plan.traced)
 
 
 def stretches(plan: SitePlan) -> Iterator[list[BlockSites]]:
@@ -43,6 +44,17 @@ def stretches(plan: SitePlan) -> Iterator[list[BlockSites]]:
             yield stretch
 
 
+def stretch_places(plan: SitePlan) -> dict[Key, tuple[int, int]]:
+    """Return how many sites are before each block since streams were expanded, and in all until they are reduced."""
+    places: dict[Key, tuple[int, int]] = {}
+    stretch: list[BlockSites] = []
+    for block in plan.blocks:
+        stretch = [block] if block.first else [*stretch, block]
+        counts = [len(one.traced.sites) for one in stretch]
+        places |= {one.key: (sum(counts[:number]), sum(counts)) for number, one in enumerate(stretch)}
+    return places
+
+
 def block_rule(model: nn.Module, block: BlockSites, expands: bool) -> BlockRule:
     """Return how the woven block finds its sites.
 
@@ -50,13 +62,14 @@ def block_rule(model: nn.Module, block: BlockSites, expands: bool) -> BlockRule:
         FlowscopeError: both names the connection could be registered under are taken.
     """
     module = model.get_submodule(block.path)
-    child = "connection" if not hasattr(module, "connection") else "flow_connection"
-    if hasattr(module, child):
-        raise FlowscopeError(f"wrap: {block.path} already has attributes connection and flow_connection.")
+    names = [f"{name}{block.lane + 1 if block.lane else ''}" for name in ("connection", "flow_connection")]
+    child = next((name for name in names if not hasattr(module, name)), None)
+    if child is None:
+        raise FlowscopeError(f"wrap: {block.path} already has attributes {' and '.join(names)}.")
     traced = block.traced
     rules = tuple(site.rule for site in traced.sites)
-    deferred = expands and rules[0].fresh
-    position, name = argument_place(module, traced.argument)
+    deferred = rules[0].fresh and (expands or traced.argument is None)
+    position, name = (-1, "") if traced.argument is None else argument_place(module, traced.argument)
     return BlockRule(
         rules=rules,
         position=position,
@@ -88,6 +101,7 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
     roles = {flow: "encoder" if "encoder" in flow.lower() else "decoder" for flow in blocks}
     seen: Counter[str] = Counter()
     offset: Counter[str] = Counter()
+    places = stretch_places(plan)
     for block in plan.blocks:
         module, flow, traced = model.get_submodule(block.path), block.flow, block.traced.sites
         axis = feature_axis(module, block.shape)
@@ -104,6 +118,8 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
                 calls=block.calls,
                 offset=offset[flow],
                 total_sites=sites[flow],
+                behind=places[block.key][0],
+                between=places[block.key][1],
                 feature_axis=axis,
                 norm_kinds=tuple(cast(NormKind, site.norm) for site in traced),
                 outer_norms=tuple(module.get_submodule(s.outer_norm) if s.outer_norm else None for s in traced),
@@ -116,11 +132,3 @@ def contexts(model: nn.Module, plan: SitePlan) -> Iterator[tuple[BlockSites, Con
         )
         seen[flow] += block.calls
         offset[flow] += block.calls * len(traced)
-
-
-def feature_axis(block: nn.Module, shape: tuple[int, ...]) -> int:
-    """Return 1 where the carried x has its features on axis 1 (convolutions), else -1."""
-    widths = AxisReader.of(block)
-    on_channels = len(shape) >= 3 and shape[1] in widths.channel_widths
-    on_channels = on_channels and (len(shape) >= 4 or shape[-1] not in widths.feature_widths)
-    return 1 if on_channels else -1

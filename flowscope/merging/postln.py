@@ -82,7 +82,7 @@ class KeelPostLNConnection(Connection):
     @classmethod
     def refusal(cls, block: BlockSites) -> str:
         """A projection makes the carry after `begin` has given it to the first inner norm."""
-        projected = any(site.kind == "projection" for site in block.traced.sites)
+        projected = any(site.kind == "projection" or site.rule.fresh for site in block.traced.sites)
         return "keel-postln has no place for a projection shortcut" if projected else ""
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:

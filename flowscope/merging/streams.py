@@ -97,11 +97,15 @@ class StreamConnection(Connection):
             if self.first or (self.stretch is not None and x.dim() < self.stretch.axes):
                 x = self.features_last(x)
                 self._check(x, x.shape[-1:], (self.features,))
-                streams = x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
+                streams = self.expand(x)
             else:
                 self._check(x, x.shape[-2:], (self.streams, self.features))
                 streams = x
             return self._read(0, streams.reshape(-1, self.streams, self.features), streams.shape[:-2])
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return the first streams [B, T..., S, D] of x [B, T..., D]."""
+        return x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:
         """Write the branch into the streams; return the read of the next site (after the last one: see `end`)."""
@@ -116,7 +120,7 @@ class StreamConnection(Connection):
             mixed, f = common_dtype(mixed, f)
             # an fp32 branch under autocast widens bf16 streams: the write follows
             write = write.to(mixed.dtype)
-            write = write if len(write) == len(mixed) else write.expand(len(mixed), -1, -1)
+            write = write.expand(mixed.shape[0], -1, -1)  # without asking for its length, which export would fix
             streams = mixed.baddbmm_(write, f.reshape(-1, 1, self.features))  # nothing else holds what was mixed
             if site + 1 < self.sites:
                 return self._read(site + 1, streams, f.shape[:-1])

@@ -13,7 +13,8 @@ from torch import nn
 from flowscope.errors import FlowscopeError
 from flowscope.merging.comparison import first_difference, plain_run, run, woven_connections
 from flowscope.merging.difference import alike, difference, tolerance
-from flowscope.model.sites import SitePlan, Trial, untouched
+from flowscope.model.example_inputs import untouched
+from flowscope.model.sites import SitePlan, Trial
 
 
 class BlockError(FlowscopeError):
@@ -50,9 +51,9 @@ def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> float:
             raise BlockError(path, error) from error
 
     with untouched(model), contextlib.ExitStack() as stack:
-        for block in plan.blocks:
-            module = model.get_submodule(block.path)
-            module.forward = functools.partial(note, block.path, module.forward)  # some models call forward directly
+        for path in plan.paths:
+            module = model.get_submodule(path)
+            module.forward = functools.partial(note, path, module.forward)  # some models call forward directly
             stack.callback(vars(module).pop, "forward", None)
         try:
             output = run(trial)
@@ -62,7 +63,7 @@ def check_run(model: nn.Module, plan: SitePlan, trial: Trial) -> float:
             raise FlowscopeError(
                 f"wrap: the wrapped model could not be run ({type(error).__name__}: {error}); it is as it was."
             ) from error
-    refuse_idle(ran, [block.path for block in plan.blocks])
+    refuse_idle(ran, plan.paths)
     return check_kept(model, trial, output)
 
 

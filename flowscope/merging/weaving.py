@@ -60,15 +60,22 @@ class Woven:
     flowscope_run: Any
 
 
+Lane = tuple[BlockRule, Recipe]
+"""How one carry of a block finds its sites, and how its connection was made."""
+
+
 class WovenBlock(Woven):
     """A block with merge sites: its forward is the original's between `begin` and `end` of the connection."""
 
     flowscope_run = staticmethod(run_block)
     flowscope_rule: BlockRule
     flowscope_recipe: Recipe
+    flowscope_more: tuple[Lane, ...] = ()  # of further carries
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        fill_absent(state_dict, prefix, self.flowscope_rule.child, self.flowscope_recipe)
+        absent = {rule.child: recipe for rule, recipe in lanes_of(self) if not has_keys(state_dict, prefix, rule.child)}
+        for child, recipe in absent.items():
+            fill_absent(state_dict, prefix, child, recipe)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
@@ -77,10 +84,11 @@ class WovenSequence(WovenBlock):
 
     def __iter__(self) -> Iterator[nn.Module]:
         modules: dict[str, nn.Module] = vars(self)["_modules"]
-        return iter([module for name, module in modules.items() if name != self.flowscope_rule.child])
+        own = {rule.child for rule, _ in lanes_of(self)}
+        return iter([module for name, module in modules.items() if name not in own])
 
     def __len__(self) -> int:
-        return len(vars(self)["_modules"]) - 1
+        return len(vars(self)["_modules"]) - len(lanes_of(self))
 
 
 class WovenChild(Woven):
@@ -90,13 +98,32 @@ class WovenChild(Woven):
     flowscope_carries: str  # "" | "carry" | "norm": what it returns is the carry
 
 
+def lanes_of(block: WovenBlock) -> tuple[Lane, ...]:
+    """Return a woven block's carries."""
+    return ((block.flowscope_rule, block.flowscope_recipe), *block.flowscope_more)
+
+
+def has_keys(state_dict: dict[str, Any], prefix: str, child: str) -> bool:
+    """Whether a checkpoint has a block's connection, or nothing of the block at all."""
+    own = f"{prefix}{child}."
+    return any(key.startswith(own) for key in state_dict) or not any(key.startswith(prefix) for key in state_dict)
+
+
+class WovenInstance(WovenChild):
+    """Such a child whose forward was chosen on the instance (`self.forward = self.fast` in its `__init__`)."""
+
+    flowscope_forward: Any
+
+
+def own_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what stood on the instance as forward."""
+    return module.flowscope_forward(*args, **kwargs)
+
+
 def fill_absent(state_dict: dict[str, Any], prefix: str, child: str, recipe: Recipe) -> None:
     """Add a connection's initial values to a checkpoint that has the block but was saved before wrapping."""
-    own = f"{prefix}{child}."
-    if any(key.startswith(own) for key in state_dict) or not any(key.startswith(prefix) for key in state_dict):
-        return
     values = recipe.make().state_dict()
-    state_dict.update({f"{own}{name}": value for name, value in values.items()})
+    state_dict.update({f"{prefix}{child}.{name}": value for name, value in values.items()})
     if values and not recipe.notice.said:
         recipe.notice.said = True
         logger.warning("the checkpoint was saved before wrap: its connections start from their initial values")
@@ -106,10 +133,11 @@ def fill_absent(state_dict: dict[str, Any], prefix: str, child: str, recipe: Rec
 def woven_class(mixin: Any, base: Any) -> type:
     """Return the class of a woven module: `base` under its own name, with `mixin` in front."""
     run, original = mixin.flowscope_run, base.forward
+    called = own_forward if mixin is WovenInstance else original
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, original, args, kwargs)
+        return run(self, called, args, kwargs)
 
     def reduce_ex(self: Any, protocol: int) -> Any:
         return remake, (mixin, base), *object.__reduce_ex__(self, protocol)[2:]
@@ -144,30 +172,46 @@ def original_class(module: nn.Module) -> type:
     return next(c for c in type(module).__mro__ if not issubclass(c, Woven))
 
 
-def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) -> None:
-    """Give a block its connection."""
+def weave(model: nn.Module, block: BlockSites, rule: BlockRule, recipe: Recipe) -> Connection:
+    """Give a block a connection, and return it."""
     module, connection = model.get_submodule(block.path), recipe.make()
     carriers = dict(block.traced.carriers)
     for name in sorted({*carriers, *block.traced.quiet}):
         child = module.get_submodule(name)
         kind = "" if name not in carriers else "norm" if carriers[name] else "carry"
         if not isinstance(child, Woven):
-            change_class(child, WovenChild, f"{block.path}.{name}")
+            chosen = vars(child).pop("forward", None)
+            change_class(child, WovenChild if chosen is None else WovenInstance, f"{block.path}.{name}")
             vars(child)["flowscope_carries"] = kind
+            if chosen is not None:
+                vars(child)["flowscope_forward"] = chosen
         elif isinstance(child, WovenChild):
             vars(child)["flowscope_carries"] = kind or child.flowscope_carries
-    change_class(module, WovenSequence if isinstance(module, nn.Sequential) else WovenBlock, block.path)
-    vars(module).update(flowscope_rule=rule, flowscope_recipe=recipe)
+    if isinstance(module, WovenBlock):
+        vars(module)["flowscope_more"] = (*module.flowscope_more, (rule, recipe))
+    else:
+        change_class(module, WovenSequence if isinstance(module, nn.Sequential) else WovenBlock, block.path)
+        vars(module).update(flowscope_rule=rule, flowscope_recipe=recipe)
     vars(connection)["notice"] = recipe.notice
     module.add_module(rule.child, connection)
+    return connection
 
 
 def unweave(model: nn.Module) -> None:
     """Take every connection and every woven class away again."""
     for module in list(model.modules()):
         if isinstance(module, WovenBlock):
-            del module._modules[module.flowscope_rule.child]
+            for rule, _ in lanes_of(module):
+                del module._modules[rule.child]
+        if isinstance(module, WovenInstance):
+            vars(module)["forward"] = vars(module).pop("flowscope_forward")
         if isinstance(module, Woven):
-            for name in ("flowscope_rule", "flowscope_carries", "flowscope_recipe", "flowscope_stretches"):
+            for name in (
+                "flowscope_rule",
+                "flowscope_carries",
+                "flowscope_recipe",
+                "flowscope_more",
+                "flowscope_stretches",
+            ):
                 vars(module).pop(name, None)
             module.__class__ = original_class(module)

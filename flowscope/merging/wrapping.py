@@ -24,8 +24,8 @@ from flowscope.merging.placement import block_rule, contexts, servable, stretche
 from flowscope.merging.stream_outputs import HOOKS, attach_hooks
 from flowscope.merging.surroundings import adapter_notice, refuse_parallel
 from flowscope.merging.verification import BlockError, check_run
-from flowscope.merging.weaving import Notice, Recipe, WovenBlock, unweave, weave
-from flowscope.model.sites import SitePlan, Trial, plan_sites, uncompiled
+from flowscope.merging.weaving import Notice, Recipe, WovenBlock, lanes_of, unweave, weave
+from flowscope.model.sites import Key, SitePlan, Trial, plan_sites, uncompiled
 
 logger = logging.getLogger("flowscope")
 
@@ -102,11 +102,11 @@ def put_in(
             weave_plan(model, plan, rule, settings)
             if trial is not None:
                 return plan, check_run(model, plan, trial)
-            FirstForward.attach(model, [block.path for block in plan.blocks])
+            FirstForward.attach(model, plan.paths)
             return plan, None
         except BlockError as fault:
             take_out(model)
-            plan = without(plan, {fault.path: fault.reason})
+            plan = without(plan, {block.key: fault.reason for block in plan.blocks if block.path == fault.path})
             if not plan.blocks:
                 raise
         except BaseException:
@@ -161,12 +161,12 @@ def connections(model: nn.Module) -> list[tuple[str, Connection]]:
 def weave_plan(model: nn.Module, plan: SitePlan, rule: Rule, settings: ModeOptions) -> None:
     """Make the connections of a plan, put them in, and hook what else would see their streams."""
     notice, seed = Notice(), torch.initial_seed()
+    made: dict[Key, Connection] = {}
     for number, (block, context) in enumerate(contexts(model, plan)):
         recipe = Recipe(rule, context, settings, (seed + number) % 2**63, notice)
-        weave(model, block, block_rule(model, block, rule.expands), recipe)
+        made[block.key] = weave(model, block, block_rule(model, block, rule.expands), recipe)
     if rule.expands:
-        made = {path.rpartition(".")[0]: connection for path, connection in connections(model)}
-        attach_hooks(model, [(blocks, [made[b.path] for b in blocks]) for blocks in stretches(plan)])
+        attach_hooks(model, [(blocks, [made[block.key] for block in blocks]) for blocks in stretches(plan)])
 
 
 def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -191,10 +191,11 @@ def extend_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
 def is_trained(block: WovenBlock) -> bool:
     """Return whether a block's connection differs from its initial values."""
-    now = cast(nn.Module, block)._modules[block.flowscope_rule.child]
-    start = block.flowscope_recipe.make().state_dict()
-    assert now is not None
-    return any(not torch.equal(value, start[key].to(value)) for key, value in now.state_dict().items())
+    for rule, recipe in lanes_of(block):
+        now, start = cast(nn.Module, block).get_submodule(rule.child).state_dict(), recipe.make().state_dict()
+        if any(not torch.equal(value, start[key].to(value)) for key, value in now.items()):
+            return True
+    return False
 
 
 def report(
@@ -210,7 +211,7 @@ def report(
     )
     measured = unknown if change is None else f"it moved by {change:.1e} relative"
     parts = [
-        f"wrap(mode={found[0].mode!r}): {len(plan)} sites in {len(plan.blocks)} blocks, {added:,} parameters added",
+        f"wrap(mode={found[0].mode!r}): {len(plan)} sites in {len(plan.paths)} blocks, {added:,} parameters added",
         f"output at the start {kept} ({measured})",
         *([f"{idle} norms of the model are unused and frozen"] if idle else []),
         *([described] if described else []),
@@ -227,5 +228,5 @@ def report(
     ]
     if plan.refused:
         path, reason = plan.refused[0]
-        parts.insert(1, f"{len(plan.refused)} blocks not wrapped (see find_sites), such as {path}: {reason}")
+        parts.insert(1, f"{len(plan.refused)} blocks or adds not wrapped (see find_sites), such as {path}: {reason}")
     logger.warning("; ".join(parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,27 @@ def modes(model: nn.Module, training: Callable[[nn.Module], bool]) -> Iterator[N
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Evaluation mode inside; the mode of each module is as before afterwards."""
     return modes(model, lambda module: False)
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Run a model in evaluation mode without gradient, and put random state, buffers and modes back."""
+    buffers = [
+        (module, name, tensor, None if tensor is None or tensor.is_meta else tensor.clone())
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+    ]
+    cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    try:
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a run without gradient, which is not the user's
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, tensor, copy in buffers:
+                module._buffers[name] = tensor
+                if tensor is not None and copy is not None and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)
 
 
 def as_call(example_inputs: Any) -> Call:

@@ -149,3 +149,11 @@ def derives_from(tensors: Iterator[Tensor], ancestor: Tensor | None, number: int
 
 is_compiling = torch.compiler.is_compiling
 """Whether this code is being traced by torch.compile (then no Python side effect may happen)."""
+
+
+def feature_axis(block: nn.Module, shape: tuple[int, ...]) -> int:
+    """Return 1 where the carried x has its features on axis 1 (convolutions), else -1."""
+    widths = AxisReader.of(block)
+    on_channels = len(shape) >= 3 and shape[1] in widths.channel_widths
+    on_channels = on_channels and (len(shape) >= 4 or shape[-1] not in widths.feature_widths)
+    return 1 if on_channels else -1

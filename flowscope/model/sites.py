@@ -10,13 +10,11 @@ import contextlib
 import fnmatch
 import functools
 import itertools
-import warnings
+import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,14 +25,19 @@ from flowscope.model.example_inputs import (
     block_calls,
     default_calls,
     describe,
-    evaluating,
     fresh,
     runnable,
+    untouched,
 )
 from flowscope.model.flows import find_flows
+from flowscope.model.hidden_state import feature_axis
 from flowscope.model.nested import nested_tensors
-from flowscope.model.plan import Listing
-from flowscope.model.tracing import TracedBlock, Traces, trace_block
+from flowscope.model.plan import Listing, display_path
+from flowscope.model.survey import further_blocks, holds, who_adds
+from flowscope.model.tracing import INSIDE, TracedBlock, TracedSite, Traces, trace_block, unwrappable
+
+ROUNDS = 4
+"""So often the search for blocks goes on to the modules around those that add."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,16 @@ class Site:
     flow: str
 
 
+Key = tuple[str, int]
+"""A block's path and the number of a carry in it."""
+
+
 @dataclass(frozen=True)
 class BlockSites:
     """A block with its sites; `first` and `last` say where streams would be expanded and reduced.
 
-    `calls` is how often it ran in the trace: more than once where layers share it.
+    `calls` is how often it ran in the trace: more than once where layers share it. A block has several of these where
+    several carries pass through it (text and image), or one whose width changes between its sites: `lane` counts them.
     """
 
     path: str
@@ -73,6 +81,12 @@ class BlockSites:
     first: bool = True
     last: bool = True
     calls: int = 1
+    lane: int = 0
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the others."""
+        return self.path, self.lane
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,12 +115,19 @@ class SitePlan(Listing[Site]):
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        """All sites in the order they ran."""
+        """All sites in the order they ran, those of one carry after those of another."""
+        numbers = {path: itertools.count() for path in self.paths}
         return tuple(
-            Site(b.path, i, ".".join(filter(None, (b.path, s.module))), s.shape, s.kind, s.norm, b.flow)
+            Site(b.path, next(numbers[b.path]), ".".join(filter(None, (b.path, s.module))), *rest, b.flow)
             for b in self.blocks
-            for i, s in enumerate(b.traced.sites)
+            for s in b.traced.sites
+            for rest in [(s.shape, s.kind, s.norm)]
         )
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the blocks, each once."""
+        return list(dict.fromkeys(block.path for block in self.blocks))
 
     @property
     def items(self) -> tuple[Site, ...]:
@@ -125,7 +146,7 @@ class SitePlan(Listing[Site]):
     def remarks(self) -> list[str]:
         """What cannot be wrapped and why, and how the rest was found."""
         lines = [f"not wrapped: {path or 'the model'}: {reason}" for path, reason in self.refused]
-        counted = [block.path for block in self.blocks if not block.taggable]
+        counted = list(dict.fromkeys(block.path for block in self.blocks if not block.taggable))
         if counted:
             lines.append(
                 f"note: in {len(counted)} blocks ({counted[0]} ...) x reaches an add through a function, no child: "
@@ -136,12 +157,17 @@ class SitePlan(Listing[Site]):
         return lines if lines or self.sites else ["no merge sites"]
 
 
+Lanes = list[BlockSites]
+"""The sites on one carry of a block, in parts of one width."""
+
+
 @dataclass
 class Run:
-    """One call of a block in the trace of a model."""
+    """One carry in one call of a block in the trace of a model; None comes from nowhere outside."""
 
     path: str
-    carry_in: Tensor
+    place: int | str | None
+    carry_in: Tensor | None
     carry_out: Tensor
 
 
@@ -196,18 +222,67 @@ def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) 
     for call in calls:
         try:
             trace = trace_model(model, blocks, call, run)
+            trace, blocks = reach_on(model, trace, blocks, call, run, where)
         except FlowscopeError:
             raise
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error} (inputs: {describe(call)})")
         else:
+            refuse_unmatched(where, blocks)
             return read_plan(model, trace, blocks), Trial(run, call, trace.output)
     if errors and example_inputs is not None:
         raise FlowscopeError(
             f"example_inputs: {type(model).__name__} could not be run on them: {errors[0]}. "
             "Pass what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments."
         )
+    refuse_unmatched(where, blocks)
     return plan_alone(model, blocks), None
+
+
+def refuse_unmatched(where: Any, blocks: dict[str, str]) -> None:
+    """Raise where patterns name no block."""
+    if where and not blocks:
+        raise FlowscopeError(f"wrap(where=...): got {where!r}, no block's path matches; see find_sites(model).")
+
+
+def reach_on(
+    model: nn.Module, trace: ModelTrace, blocks: dict[str, str], call: Call, run: nn.Module, where: Any
+) -> tuple[ModelTrace, dict[str, str]]:
+    """Return a trace with further blocks, where some of those found by structure have no site: who else adds.
+
+    That may be the module whose loop adds what its children return, or a block inside of one.
+    """
+    if blocks and all(wraps(trace, path) for path in blocks):
+        return trace, blocks
+    adds = who_adds(model, run, call)
+    tried = set(blocks)
+    for _ in range(ROUNDS):
+        found = {path: flow for path, flow in blocks.items() if wraps(trace, path)}
+        more = further_blocks(model, adds, list(found), tried)
+        more = [path for path in more if matches(path, where)]
+        if not more:
+            break
+        tried.update(more)
+        flows = {path: display_path(path.rpartition(".")[0] or path) or "network" for path in more}
+        again = trace_model(model, {**found, **flows}, call, run)
+        gained = {path: flow for path, flow in flows.items() if wraps(again, path)}
+        if gained:
+            kept = {path: flow for path, flow in blocks.items() if not holds(list(gained), path)}
+            blocks = {**kept, **gained}
+            again.traced |= {path: trace.traced[path] for path in kept if path in trace.traced and path not in found}
+            trace = again
+    return trace, blocks
+
+
+def wraps(trace: ModelTrace, path: str) -> bool:
+    """Whether a block has sites."""
+    return path in trace.traced and bool(trace.traced[path].strict[0].sites)
+
+
+def matches(path: str, where: Any) -> bool:
+    """Whether a block's path is among those asked for."""
+    patterns = [where] if isinstance(where, str) else list(where or ())
+    return not patterns or any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
@@ -218,11 +293,8 @@ def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
         if flow.kind in ("blocks", "stage", "network"):
             for path in flow.outputs:
                 found.setdefault(path, flow.name)
-    patterns = [where] if isinstance(where, str) else list(where or ())
-    if patterns:
-        found = {p: f for p, f in found.items() if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)}
-        if not found:
-            raise FlowscopeError(f"wrap(where=...): got {patterns}, no block's path matches; see find_sites(model).")
+    if where:
+        found = {path: flow for path, flow in found.items() if matches(path, where)}
     inside = tuple(f"{path}." for path in found)
     return {path: flow for path, flow in found.items() if not path.startswith(inside)}
 
@@ -256,16 +328,14 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
                 output, traced = trace_block(modules[path], forward, args, kwargs)
         finally:
             outside.inside -= 1
-        believing = trace.traced.setdefault(path, traced).believing
-        if believing.sites:
-            trace.seen_outside.update(note_run(trace, path, believing, args, kwargs, output))
+        note_run(trace, path, trace.traced.setdefault(path, traced).believing, args, kwargs, output)
         return output
 
     with untouched(model), outside, contextlib.ExitStack() as stack:
         for path, module in modules.items():
             if "forward" in vars(module):
-                replaced = TracedBlock((), 0, None, (), (), "its forward was replaced on the instance")
-                trace.traced[path] = Traces(replaced, replaced)
+                replaced = unwrappable("its forward was replaced on the instance")
+                trace.traced[path] = Traces((replaced,), (replaced,))
                 continue
             module.forward = functools.partial(probe, path, module.forward)
             stack.callback(vars(module).pop, "forward", None)
@@ -276,51 +346,79 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
 
 
 def note_run(
-    trace: ModelTrace, path: str, traced: TracedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> dict[int, Tensor]:
-    """Record a block's call; return what it takes besides the carry, by id."""
-    key = traced.argument
-    carry_in = kwargs[key] if isinstance(key, str) else args[key]
-    carry_out = output if traced.output is None else output[traced.output]
-    trace.runs.append(Run(path, carry_in, carry_out))
+    trace: ModelTrace, path: str, carries: tuple[TracedBlock, ...], args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    """Record a block's call, and what it takes besides its carries."""
     others = list(nested_tensors((args, kwargs)))
-    del others[next(i for i, x in enumerate(others) if x is carry_in)]  # once: it may come twice, as query and key
-    return {id(x): x for x in others}
+    for traced in carries:
+        if not traced.sites:
+            return
+        key = traced.argument
+        carry_in = None if key is None else kwargs[key] if isinstance(key, str) else args[key]
+        trace.runs.append(
+            Run(path, traced.output, carry_in, output if traced.output is None else output[traced.output])
+        )
+        if carry_in is not None:  # once: it may come twice, as query and key
+            del others[next(i for i, x in enumerate(others) if x is carry_in)]
+    trace.seen_outside.update({id(x): x for x in others})
 
 
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model in evaluation mode without gradient, and put random state, buffers and modes back."""
-    buffers = [
-        (module, name, tensor, None if tensor is None or tensor.is_meta else tensor.clone())
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-    ]
-    cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a run without gradient, which is not the user's
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, tensor, copy in buffers:
-                module._buffers[name] = tensor
-                if tensor is not None and copy is not None and not torch.equal(tensor, copy):
-                    tensor.copy_(copy)
-
-
-def settled(traces: dict[str, tuple[Any, Traces]]) -> dict[str, TracedBlock]:
+def settled(traces: dict[str, tuple[Any, Traces]]) -> dict[str, tuple[TracedBlock, ...]]:
     """Return what to take of each block, {path: (what siblings have in common, its trace read twice)}.
 
     A sum of two branches is the projection of a block whose siblings have an identity shortcut in its place.
     """
+
+    def places(carries: tuple[TracedBlock, ...]) -> list[list[str]]:
+        return [[site.module for site in carry.sites] for carry in carries]
+
     chosen = {path: both.strict for path, (_, both) in traces.items()}
     for path, (family, both) in traces.items():
-        siblings = (other.strict for kind, other in traces.values() if kind == family)
-        places = [site.module for site in both.believing.sites]
-        if both.believing is not both.strict and any(places == [site.module for site in s.sites] for s in siblings):
+        siblings = [places(other.strict) for kind, other in traces.values() if kind == family]
+        if both.believing is not both.strict and places(both.believing) in siblings:
             chosen[path] = both.believing
     return chosen
+
+
+def without_final_norm(traced: TracedBlock) -> TracedBlock:
+    """Return the sites of a block that is one of its kind: behind pre-norm sites its last norm is the model's own."""
+    *others, last = traced.sites
+    if not (last.norm == "post" and last.normed and others and all(site.norm == "pre" for site in others)):
+        return traced
+    return traced._replace(sites=(*others, last._replace(norm="pre", outer_norm="")))
+
+
+def lanes(path: str, flow: str, block: nn.Module, carries: tuple[TracedBlock, ...], calls: int) -> list[Lanes]:
+    """Return a block's sites by carry, each in parts where its width changes on the way."""
+    numbers = itertools.count()
+    return [
+        [BlockSites(path, flow, part, calls=calls, lane=next(numbers)) for part in of_one_width(block, traced)]
+        for traced in carries
+        if traced.sites
+    ]
+
+
+def of_one_width(block: nn.Module, traced: TracedBlock) -> list[TracedBlock]:
+    """Return the consecutive sites of one width, feature axis and number of positions, each as a carry of its own."""
+
+    def width(site: TracedSite) -> tuple[int, int, int]:
+        axis = feature_axis(block, site.shape)
+        return axis, site.shape[axis], math.prod(site.shape)
+
+    parts: list[TracedBlock] = []
+    start = 0
+    for _, group in itertools.groupby(traced.sites, width):
+        sites = tuple(group)
+        end = start + len(sites)
+        changed = traced.overwritten[start : end + 1]
+        if start:
+            first = sites[0]._replace(rule=sites[0].rule._replace(touch=None, fresh=True))
+            part = traced._replace(sites=(first, *sites[1:]), argument=None, overwritten=changed, left_out=())
+        else:
+            part = traced._replace(sites=sites, overwritten=changed)
+        parts.append(part if end == len(traced.sites) else part._replace(output=INSIDE))
+        start = end
+    return parts
 
 
 def read_plan(model: nn.Module, trace: ModelTrace, blocks: dict[str, str]) -> SitePlan:
@@ -331,29 +429,69 @@ def read_plan(model: nn.Module, trace: ModelTrace, blocks: dict[str, str]) -> Si
     """
     families = {path: (type(model.get_submodule(path)), blocks[path]) for path in trace.traced}
     traces = settled({path: (families[path], both) for path, both in trace.traced.items()})
-    runs = [run for run in trace.runs if traces[run.path].sites]
-    count = Counter(run.path for run in runs)
-    planned = [BlockSites(path, blocks[path], traces[path], calls=count[path]) for path in count]
-    by_path = {block.path: number for number, block in enumerate(planned)}
-    for before, after in itertools.pairwise(runs):
-        i, j = by_path[before.path], by_path[after.path]
-        alone = count[before.path] == count[after.path] == 1
-        same = before.carry_out is after.carry_in and id(before.carry_out) not in trace.seen_outside
-        if alone and same and can_follow(planned[i], planned[j]):
-            planned[i], planned[j] = replace(planned[i], last=False), replace(planned[j], first=False)
-    refused = [(path, reason) for path, traced in traces.items() for reason in refusals(traced)]
+    kinds = Counter(families.values())
+    traces |= {
+        path: tuple(without_final_norm(carry) for carry in carries)
+        for path, carries in traces.items()
+        if carries[0].sites and kinds[families[path]] == 1
+    }
+    calls = Counter((run.path, run.place) for run in trace.runs)
+    parts: dict[tuple[str, Any], Lanes] = {}
+    for path in dict.fromkeys(run.path for run in trace.runs):
+        found = lanes(
+            path,
+            blocks[path],
+            model.get_submodule(path),
+            traces[path],
+            max(calls[path, c.output] for c in traces[path]),
+        )
+        parts |= {(path, carry[-1].traced.output): carry for carry in found}
+    follows: dict[Key, Key] = {}
+    newest: dict[int, Run] = {}
+    for run in trace.runs:
+        if (there := (run.path, run.place)) in parts:
+            before = newest.get(id(run.carry_in))
+            if before is not None and id(run.carry_in) not in trace.seen_outside:
+                here = (before.path, before.place)
+                one, two = parts[here][-1], parts[there][0]
+                if calls[here] == calls[there] == 1 and can_follow(one, two):
+                    follows[one.key] = two.key
+            newest[id(run.carry_out)] = run
+    ordered = in_order([block for carry in parts.values() for block in carry], follows)
+    refused = [(path, reason) for path, carries in traces.items() for reason in refusals(carries)]
     refused += [(path, "it did not run") for path in blocks if path not in trace.traced]
-    return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks))
+    return SitePlan(tuple(ordered), tuple(refused) or no_blocks(blocks))
 
 
-def refusals(traced: TracedBlock) -> tuple[str, ...]:
+def in_order(blocks: list[BlockSites], follows: dict[Key, Key]) -> list[BlockSites]:
+    """Return the blocks, those behind one another that streams travel through, as `follows` says.
+
+    Such are of one flow; a second carry of the same blocks is a flow of its own.
+    """
+    by_key = {block.key: block for block in blocks}
+    followers = set(follows.values())
+    ordered: list[BlockSites] = []
+    for start, block in by_key.items():
+        if start in followers:
+            continue
+        flow = block.flow if not block.lane else f"{block.flow}#{block.lane + 1}"
+        key: Key | None = start
+        while key is not None:
+            after = follows.get(key)
+            ordered.append(replace(by_key[key], flow=flow, first=key == start, last=after is None))
+            key = after
+    return ordered
+
+
+def refusals(carries: tuple[TracedBlock, ...]) -> list[str]:
     """Return why a block, or adds in it, are left alone."""
-    return traced.left_out if traced.sites else (traced.reason,)
+    return [reason for traced in carries for reason in (traced.left_out if traced.sites else (traced.reason,))]
 
 
 def can_follow(before: BlockSites, after: BlockSites) -> bool:
     """Whether streams may go from one block to the next."""
-    return not after.traced.sites[0].rule.fresh and before.shape == after.shape
+    outside = before.traced.output != INSIDE
+    return outside and not after.traced.sites[0].rule.fresh and before.shape == after.shape
 
 
 def no_blocks(blocks: dict[str, str]) -> tuple[tuple[str, str], ...]:
@@ -367,13 +505,13 @@ def plan_alone(model: nn.Module, blocks: dict[str, str]) -> SitePlan:
     with untouched(model):
         modules = {path: model.get_submodule(path) for path in blocks}
         traces = settled({p: ((type(m), blocks[p]), trace_alone(m)) for p, m in modules.items()})
-    for path, traced in traces.items():
-        if traced.sites:
-            block = BlockSites(path, blocks[path], traced)
-            if planned and planned[-1].flow == block.flow and can_follow(planned[-1], block):
-                planned[-1], block = replace(planned[-1], last=False), replace(block, first=False)
-            planned.append(block)
-    refused = [(path, reason) for path, traced in traces.items() for reason in refusals(traced)]
+    for path, carries in traces.items():
+        if carries[0].sites:  # of several carries the first: which follows which is known from a run alone
+            (found,) = lanes(path, blocks[path], modules[path], carries[:1], 1)
+            if planned and planned[-1].flow == found[0].flow and can_follow(planned[-1], found[0]):
+                planned[-1], found[0] = replace(planned[-1], last=False), replace(found[0], first=False)
+            planned += found
+    refused = [(path, reason) for path, carries in traces.items() for reason in refusals(carries)]
     return SitePlan(tuple(planned), tuple(refused) or no_blocks(blocks), traced=False)
 
 
@@ -385,4 +523,4 @@ def trace_alone(block: nn.Module) -> Traces:
         for args, kwargs in block_calls(block):
             with contextlib.suppress(Exception):
                 return trace_block(block, block.forward, args, kwargs)[1]
-    return Traces(nothing := TracedBlock((), 0, None, (), (), reason), nothing)
+    return Traces(nothing := (unwrappable(reason),), nothing)

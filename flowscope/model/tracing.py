@@ -31,7 +31,17 @@ CASTS = frozenset(
 )
 
 
+REARRANGING = frozenset(
+    {"__getitem__", "cat", "concat", "concatenate", "stack", "permute", "transpose", "swapaxes", "movedim", "reshape"}
+    | {"view", "flatten", "unflatten", "unsqueeze", "squeeze", "split", "chunk", "narrow", "select", "unbind", "roll"}
+    | {"flip", "repeat", "expand"}
+)
+"""What moves values and changes none, by name: a carry that is only rearranged is still the carry."""
 SUM = "joins two branches, and the carried x is neither: it is merged elsewhere (in the code around the block?)"
+
+
+INSIDE = "flowscope: inside"
+"""The carry of these sites goes on to others in the same block."""
 
 
 class SiteRule(NamedTuple):
@@ -52,14 +62,15 @@ class TracedSite(NamedTuple):
     kind: str  # identity | projection
     norm: str  # pre | post | none
     outer_norm: str  # path of the norm module the carry passes after the add; empty without
+    normed: bool = False  # whether the branch begins with a norm, whatever comes after the add
 
 
 class TracedBlock(NamedTuple):
     """What one traced call of a block tells."""
 
     sites: tuple[TracedSite, ...]
-    argument: int | str  # where the carried x comes in
-    output: int | str | None  # where it goes out; None: the output is the tensor itself
+    argument: int | str | None  # where the carried x comes in; None: nowhere, the block's code makes it
+    output: int | str | None  # where it goes out; None: the output is the tensor itself; INSIDE: nowhere
     carriers: tuple[tuple[str, bool], ...]  # children on the carry's path, and whether each is a norm
     quiet: tuple[str, ...]  # children without a site that run more than one operation
     reason: str  # why there is no site; empty with sites
@@ -69,10 +80,14 @@ class TracedBlock(NamedTuple):
 
 
 class Traces(NamedTuple):
-    """A traced call read twice: `believing` takes the sums of two branches on the carry's path for projections."""
+    """A traced call read twice: `believing` takes the sums of two branches on the carry's path for projections.
 
-    strict: TracedBlock
-    believing: TracedBlock
+    One `TracedBlock` for each carry that leaves the block, the one with most sites first; one with the reason where
+    there is no site.
+    """
+
+    strict: tuple[TracedBlock, ...]
+    believing: tuple[TracedBlock, ...]
 
 
 class Add(NamedTuple):
@@ -136,6 +151,7 @@ class Ancestry:
         count: how many nodes there are.
         parametrised: those that read a parameter.
         normalising: those of a normalisation.
+        rearranging: those that move values and change none.
     """
 
     def __init__(self, inputs: Collection[Tensor]) -> None:
@@ -143,7 +159,7 @@ class Ancestry:
         self.sets = {id(x): 1 << node for node, x in enumerate(inputs)}
         self.origins: dict[int, int] = {}  # the id of what a cast or copy was made from
         self.count = len(inputs)
-        self.parametrised = self.normalising = 0
+        self.parametrised = self.normalising = self.rearranging = 0
 
     def of(self, tensor: Any) -> int:
         """Return the nodes a tensor came from; 0 where it came from no input and no operation."""
@@ -161,6 +177,11 @@ class Ancestry:
         """Set what a tensor came from and keep it and the inputs alive."""
         self.sets[id(tensor)] = nodes
         self.keep((*inputs, tensor))
+
+
+def unwrappable(reason: str) -> TracedBlock:
+    """Return what is known of a block without sites."""
+    return TracedBlock((), None, None, (), (), reason)
 
 
 class Meetings:
@@ -214,6 +235,10 @@ class Meetings:
             return 0, "identity"
         if left_own and (is_ancestor(right, left) or self.nodes.origin_of(b) == self.last_hit):
             return 1, "identity"
+        if right_own and not left & ~right & ~self.nodes.rearranging:
+            return 0, "identity"
+        if left_own and not right & ~left & ~self.nodes.rearranging:
+            return 1, "identity"
         if left_own and right_own:
             return int(left_own.bit_count() > right_own.bit_count()), "projection"
         return None, ""
@@ -222,8 +247,11 @@ class Meetings:
 class BlockTrace(TorchFunctionMode):
     """Records the operations of one call of `block`; a `Reading` turns them into a `TracedBlock`."""
 
-    def __init__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], most: int | None = None
+    ) -> None:
         super().__init__()
+        self.most = most
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.arguments: dict[int | str, Tensor] = {key: x for key, x in given.items() if is_feature_tensor(x)}
         self.nodes = Ancestry(self.arguments.values())
@@ -267,11 +295,15 @@ class BlockTrace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, nodes = kwargs or {}, self.nodes
+        if self.most is not None and nodes.count > self.most:
+            return func(*args, **kwargs)
         inputs = list(nested_tensors((args, kwargs)))
+        name = getattr(func, "__name__", "")
         masks = [nodes.of(x) for x in inputs]
+        if name.endswith(("_as", "_like")):  # of the other it takes the shape alone
+            masks = masks[:1] if name.endswith("_as") else []
         before = self.meetings.versions() if func in ADDS else {}
         output = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         outputs = list(nested_tensors(output))
         if not outputs or name in ("__get__", "__set__"):
             return output
@@ -281,7 +313,7 @@ class BlockTrace(TorchFunctionMode):
         if passes_on and output is not inputs[0]:
             nodes.origins[id(output)] = nodes.origin_of(inputs[0])
         if passes_on:
-            nodes.remember(output, masks[0], inputs)
+            nodes.remember(output, nodes.of(inputs[0]), inputs)
             return output
         self.operations[tuple(self.modules)] += 1
         bit = 1 << nodes.count
@@ -291,6 +323,7 @@ class BlockTrace(TorchFunctionMode):
             self.joined.add(name)
         nodes.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
         nodes.normalising |= bit if self.norm_depth or "norm" in name else 0
+        nodes.rearranging |= bit if name in REARRANGING else 0
         mask = functools.reduce(operator.or_, masks, bit)
         for x in outputs:
             nodes.remember(x, mask, inputs)
@@ -317,43 +350,55 @@ class Reading:
         self.nodes, self.meetings, self.arguments = trace.nodes, trace.meetings, trace.arguments
         self.sums: list[Add] = []
 
-    def read(self, output: Any) -> TracedBlock:
-        """Return the sites of the traced call that returned `output`."""
-        place, chain = self.find_chain(output)
-        if not chain:
-            return TracedBlock((), 0, None, (), (), self.explain())
-        own = {name for add in chain for name in add.modules}
+    def read(self, output: Any) -> tuple[TracedBlock, ...]:
+        """Return the sites of the traced call that returned `output`, by the carry they are on."""
+        chains = self.find_chains(output)
+        if not chains:
+            return (unwrappable(self.explain()),)
+        own = {name for _, chain in chains for add in chain for name in add.modules}
         outer = functools.partial(outermost_outside, own)
         work: Counter[str] = Counter()
         for modules, count in self.trace.operations.items():
             work[outer(modules)] += count
         quiet = {name for name, count in work.items() if name and count > 1}
         visible = [add for add in self.meetings.adds if outer(add.modules) not in quiet]
-        argument = self.argument_of(chain[0])
-        final = output if place is None else output[place]
-        entry = self.arguments[argument]
-        sites, carriers = self.read_sites(chain, visible, own, entry, final)
-        changed = self.overwritten(entry, chain)
-        passed_by, unwoven = tuple(sorted(carriers.items())), tuple(sorted(quiet))
-        left_out = tuple(f"{self.name_of(add)} {SUM}" for add in self.sums)
-        return TracedBlock(sites, argument, place, passed_by, unwoven, "", changed, left_out)
+        left_out = tuple(dict.fromkeys(f"{self.name_of(add)} {SUM}" for add in self.sums))
+        found: list[TracedBlock] = []
+        for place, chain in chains:
+            argument = self.argument_of(chain[0])
+            if argument in [other.argument for other in found if argument is not None]:
+                left_out = (*left_out, "a second output made from the same carry is left as it is")
+                continue
+            final = output if place is None else output[place]
+            entry = None if argument is None else self.arguments[argument]
+            sites, carriers = self.read_sites(chain, visible, own, entry, final)
+            changed, passed_by = self.overwritten(entry, chain), tuple(sorted(carriers.items()))
+            found.append(TracedBlock(sites, argument, place, passed_by, tuple(sorted(quiet)), "", changed))
+        return (found[0]._replace(left_out=left_out), *found[1:])
 
-    def overwritten(self, entry: Tensor, chain: list[Add]) -> tuple[bool, ...]:
+    def overwritten(self, entry: Tensor | None, chain: list[Add]) -> tuple[bool, ...]:
         """Return whether what the block held as carry was changed in place: the entry, then what each site made."""
-        held = [next(taken for taken in self.meetings.held if taken[0] is entry)]
+        at = chain[0].carried if entry is None else entry
+        held = [next((taken for taken in self.meetings.held if taken[0] is at), (at, version(at)))]
         held += [(add.result, add.version) for add in chain]
         later = [*(add.before for add in chain), self.meetings.versions()]
-        return tuple(then[id(x)] != number for (x, number), then in zip(held, later, strict=True))
+        return tuple(then.get(id(x), number) != number for (x, number), then in zip(held, later, strict=True))
 
-    def find_chain(self, output: Any) -> tuple[int | str | None, list[Add]]:
-        """Return where the carried x leaves the block, and the hits on its path in order."""
+    def find_chains(self, output: Any) -> list[tuple[int | str | None, list[Add]]]:
+        """Return where carries leave the block, and the hits on their paths in order; the longest first."""
         if isinstance(output, Tensor):
-            return None, self.chain_to(output)
-        items = output.items() if isinstance(output, dict) else enumerate(output) if output is not None else ()
-        for place, item in items:
-            if is_feature_tensor(item) and (chain := self.chain_to(item)):
-                return place, chain
-        return None, []
+            items: Any = [(None, output)]
+        else:
+            items = output.items() if isinstance(output, dict) else enumerate(output) if output is not None else ()
+        chains = [(place, self.chain_to(item)) for place, item in items if is_feature_tensor(item)]
+        found: list[tuple[int | str | None, list[Add]]] = []
+        taken: set[int] = set()
+        for place, chain in sorted(chains, key=lambda one: -len(one[1])):
+            nodes = {add.node for add in chain}
+            if chain and not nodes & taken:
+                found.append((place, chain))
+                taken |= nodes
+        return found
 
     def chain_to(self, tensor: Tensor) -> list[Add]:
         """Walk back from a tensor along the carry: newest hit, then the newest hit its carry comes from, and so on."""
@@ -388,36 +433,37 @@ class Reading:
         """Return where an add is done, as it stands in a reason."""
         return f"an add in {add.modules[-1]}" if add.modules else "an add of its own"
 
-    def argument_of(self, first: Add) -> int | str:
-        """Return the argument the first site's carry comes from."""
+    def argument_of(self, first: Add) -> int | str | None:
+        """Return the argument the first site's carry comes from; None where the block's code makes it."""
         for key, x in self.arguments.items():
             if x is first.carried:
                 return key
         mask = first.ancestors[first.carry or 0]
-        return next(key for node, key in enumerate(self.arguments) if mask >> node & 1)
+        return next((key for node, key in enumerate(self.arguments) if mask >> node & 1), None)
 
     def read_sites(
-        self, chain: list[Add], visible: list[Add], own: set[str], entry: Tensor, final: Tensor
+        self, chain: list[Add], visible: list[Add], own: set[str], entry: Tensor | None, final: Tensor
     ) -> tuple[tuple[TracedSite, ...], dict[str, bool]]:
         """Return the sites in order and the children the carry passes through between them."""
         carriers: dict[str, bool] = {}
         sites: list[TracedSite] = []
         reached = [*(add.carried for add in chain[1:]), final]
         start = 0
-        into = self.passages_between(entry, chain[0].carried, own)
+        into = None if entry is None else self.passages_between(entry, chain[0].carried, own)
         carriers.update({passage.name: passage.is_norm for passage in into or ()})
         for index, (add, following) in enumerate(zip(chain, reached, strict=True)):
             at = visible.index(add)
             origin = self.nodes.origin_of(add.carried)
             touch = sum(origin in map(self.nodes.origin_of, other.operands) for other in visible[start:at])
-            fresh = index == 0 and origin != id(entry)
+            fresh = index == 0 and (entry is None or origin != id(entry))
             rule = SiteRule(None if into is None else touch, at, add.carry or 0, fresh)
             into = None if add.statement else self.passages_between(add.result, following, own)
             carriers.update({passage.name: passage.is_norm for passage in into or ()})
             outer = next((passage.name for passage in into or () if passage.is_norm), "")
-            norm = self.norm_kind(add, following, chain[: index + 1])
+            normed = self.is_normed(add, chain[: index + 1])
+            norm = "post" if self.is_normed_after(add, following) else "pre" if normed else "none"
             module = add.modules[-1] if add.modules else ""
-            sites.append(TracedSite(rule, module, tuple(add.carried.shape), add.kind, norm, outer))
+            sites.append(TracedSite(rule, module, tuple(add.carried.shape), add.kind, norm, outer, normed))
             start = at + 1
         return tuple(sites), carriers
 
@@ -437,16 +483,18 @@ class Reading:
                     return [*before, passage]
         return None
 
-    def norm_kind(self, add: Add, reached: Tensor, chain: list[Add]) -> str:
-        """Return "post" where a norm lies on the carry after the add, "pre" where one reads the carry, else "none"."""
-        if reached is not add.result and self.nodes.of(reached) & ~add.own & self.nodes.normalising:
-            return "post"
+    def is_normed(self, add: Add, chain: list[Add]) -> bool:
+        """Whether a norm reads the carry before the branch."""
         branch = add.ancestors[1 - (add.carry or 0)]
         carries = [earlier.ancestors[earlier.carry or 0] for earlier in chain]
         read = next((mask for mask in reversed(carries) if is_ancestor(mask, branch)), carries[-1])
         branch &= ~read  # from the newest carry the branch reads: with (x + a) + b that of a
         first_weight, first_norm = (lowest(branch & of) for of in (self.nodes.parametrised, self.nodes.normalising))
-        return "pre" if first_norm and (not first_weight or first_norm <= first_weight) else "none"
+        return bool(first_norm and (not first_weight or first_norm <= first_weight))
+
+    def is_normed_after(self, add: Add, reached: Tensor) -> bool:
+        """Whether a norm lies on the carry after the add."""
+        return reached is not add.result and bool(self.nodes.of(reached) & ~add.own & self.nodes.normalising)
 
     def is_changed_carry(self, add: Add) -> bool:
         """Whether one operand is the block's input after operations without weights, the other a branch."""
