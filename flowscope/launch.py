@@ -2,8 +2,8 @@
 
 Nothing of torch is imported before the script imports it: scripts set environment variables first. When the script does
 import it, two constructors are wrapped in this process: that of every optimizer, which tells which parameters will be
-trained (a model is watched from there on, before its first compiled call), and that of GradScaler. `Tensor.backward`
-tells the loss. Processes that the script spawns itself are not followed; under torchrun each rank is launched anew:
+trained (a model is watched from there on, before its first compiled call), and that of GradScaler. Backward passes
+tell the loss. Processes that the script spawns itself are not followed; under torchrun each rank is launched anew:
 
     flowscope run train.py --epochs 3
     flowscope run -m package.train
@@ -13,7 +13,6 @@ tells the loss. Processes that the script spawns itself are not followed; under 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from flowscope.errors import FlowscopeError
 from flowscope.faults import is_off, raise_interrupt
-from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
+from flowscope.scripts import (
+    PatchOnImport,
+    after_making,
+    first_rank,
+    hear_backward,
+    outermost_models,
+    script_of,
+    tell_of,
+)
 from flowscope.sinks import ConsoleSink
 from flowscope.terminal import tell
 
@@ -116,7 +123,7 @@ class Launch:
         if (told := scope.losses_of_backward()) is not None:
             self._told.append(told)
         if len(self.scopes) == 1:
-            self._listen_to_losses()
+            hear_backward(self._backward_begins, self._backward_ended)
 
     def _scaler_made(self, scaler: Any) -> None:
         self._scalers.append(weakref.ref(scaler))
@@ -125,25 +132,18 @@ class Launch:
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def _listen_to_losses(self) -> None:
-        import torch
+    def _backward_begins(self, loss: Tensor, keeps_graph: bool) -> bool:
+        del keeps_graph
+        if not self._guard("the loss", _has_value, loss):
+            return False
+        self._guard("the loss", self._tell_loss, loss)
+        return True
 
-        backward: Callable[..., Any] = torch.Tensor.backward
+    def _backward_ended(self) -> None:
+        for told in self._told:
+            self._guard("the loss", told.ended)
 
-        @functools.wraps(backward)
-        def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._guard("the loss", _has_value, loss):
-                return backward(loss, *args, **kwargs)
-            self._guard("the loss", self._backward_begins, loss)
-            try:
-                return backward(loss, *args, **kwargs)
-            finally:
-                for told in self._told:
-                    self._guard("the loss", told.ended)
-
-        torch.Tensor.backward = listening  # type: ignore[method-assign,assignment]
-
-    def _backward_begins(self, loss: Tensor) -> None:
+    def _tell_loss(self, loss: Tensor) -> None:
         from flowscope.arguments import loss_value
 
         value = loss.detach()

@@ -19,7 +19,7 @@ from flowscope.faults import raise_interrupt
 from flowscope.terminal import tell
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def script_of(command: Sequence[str], *, module: bool, asked: str = "run") -> Callable[[], None]:
@@ -93,6 +93,35 @@ def after_making(made: Any, call: Callable[[Any], None]) -> None:
             tell(f"flowscope: attaching failed, the script goes on: {type(error).__name__}: {error}")
 
     made.__init__ = constructed
+
+
+def hear_backward(begins: Callable[[Tensor, bool], bool], ended: Callable[[], None] = lambda: None) -> None:
+    """Let `begins(loss, keeps_graph)` come before each backward pass of one loss, and `ended()` after it.
+
+    Passes within passes (a reentrant checkpoint) and those of compiled code are left alone; so is one of which `begins`
+    returns False.
+    """
+    import torch
+
+    from flowscope.torch_internals import in_backward
+
+    backward: Callable[..., Any] = torch.autograd.backward  # `loss.backward` calls it, too
+
+    @functools.wraps(backward)
+    def listening(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(tensors, (list, tuple))
+        loss = tensors[0] if several and len(tensors) == 1 else tensors
+        if not isinstance(loss, torch.Tensor) or torch.compiler.is_compiling() or in_backward():
+            return backward(tensors, *args, **kwargs)
+        given = dict(zip(("grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
+        if not begins(loss, bool(given.get("retain_graph") or given.get("create_graph"))):
+            return backward(tensors, *args, **kwargs)
+        try:
+            return backward(tensors, *args, **kwargs)
+        finally:
+            ended()
+
+    torch.autograd.backward = listening  # type: ignore[assignment]
 
 
 def outermost_models(held: set[int]) -> list[nn.Module]:

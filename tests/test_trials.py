@@ -482,6 +482,60 @@ def test_the_mean_of_a_dropout_that_does_not_scale_is_the_share_it_keeps() -> No
     assert float(re.findall(r"average ([\d.]+) times", finding.message)[0]) == pytest.approx(0.5, abs=0.06)
 
 
+class Drops(nn.Module):
+    """Drops by a function of torch, in evaluation too unless it is told the mode."""
+
+    def __init__(self, attention: bool, told: bool) -> None:
+        super().__init__()
+        self.linear, self.attention, self.told = nn.Linear(6, 6), attention, told
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, training = self.linear(x), self.training or not self.told
+        if not self.attention:
+            return F.dropout(x, 0.5, training)
+        q = x.view(-1, 2, 3)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.2 if training else 0.0).flatten(1)
+
+
+@pytest.mark.parametrize("attention", [True, False])
+@pytest.mark.parametrize("told", [True, False])
+def test_dropout_that_goes_on_in_evaluation_is_a_fail(attention: bool, told: bool) -> None:
+    task = classes(nn.Sequential(nn.Linear(6, 6), Drops(attention, told), nn.Linear(6, 3)))
+    (finding,) = found(task, "train_eval")
+    assert (finding.status, finding.where) == (("pass", "") if told else ("fail", "1"))
+    assert told or "drops values in evaluation mode, too" in finding.message
+
+
+class Scaled(nn.Module):
+    """A weight times its own mean size: with its gradient, without it (XNOR-Net), or only for a log."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.weight, self.use = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.weight.abs().mean()
+        self.told = size.detach() * 2
+        used = {"gradient": size, "value": size.detach() + 1.0, "log": 1.0}[self.use]
+        return F.linear(x, self.weight.tanh() * used)
+
+
+@pytest.mark.parametrize(("use", "status"), [("gradient", "pass"), ("value", "pass"), ("log", "fail")])
+def test_a_number_that_is_used_without_its_gradient_is_no_term_thrown_away(use: str, status: str) -> None:
+    (finding,) = found(classes(nn.Sequential(Scaled(use), nn.Linear(6, 3))), "loss_path")
+    assert finding.status == status
+
+
+def test_a_unit_at_exactly_zero_is_no_stop_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    nn.init.zeros_(model[0].bias)
+    batches = [(torch.cat([x[:8], torch.zeros(8, 6)]), y[:16]) for x, y in rows()]
+    (finding,) = found(Task(model, class_loss, batches), "gradient")
+    assert finding.status == "pass"
+    assert "1 are not smooth there" in finding.message
+
+
 def test_a_buffer_that_is_read_as_it_is_updated_is_a_note() -> None:
     (finding,) = found(Task(nn.Sequential(Scan()), scanned, rows()), "train_eval")
     assert (finding.status, finding.where) == ("note", "0")

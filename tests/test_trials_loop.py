@@ -260,11 +260,12 @@ def test_what_is_written_to_a_part_of_a_tensor_is_on_the_tape(graph: bool) -> No
 def test_a_loss_that_is_not_what_was_recorded_is_none(off: float) -> None:
     model, (x, y) = classifier(), rows()[0]
     one = recorded(lambda: F.cross_entropy(model(x), y), model)
-    bench = Bench(model, [one], lambda m, batch: batch.play())
-    bench.compare(one, one.loss * off)
+    bench, seen = Bench(model, [one], lambda m, batch: batch.play()), one.loss
+    one.loss *= off
+    bench.compare(one)
     assert bench.repeatable == (off == 1.0)
     if off < 2.0:
-        assert float(bench.loss(one).detach()) == pytest.approx(one.loss)
+        assert float(bench.loss(one).detach()) == pytest.approx(seen)
     else:
         with pytest.raises(CannotJudgeError, match="what was recorded gives a loss of"):
             bench.loss(one)
@@ -302,11 +303,90 @@ def test_losses_over_true_and_made_up_samples_are_two_terms(terms: bool) -> None
     assert (status, "2 times" in message) == (("pass", False) if terms else ("fail", True))
 
 
-def test_an_optimizer_with_a_closure_is_not_judged_by_its_backward_passes() -> None:
-    bench = Bench(classifier(), rows(), class_loss, step=Step(rows(), {}, closure=True))
+def test_two_losses_of_one_pass_that_keep_its_graph_are_played_whole() -> None:
+    model, (x, y) = classifier(), rows()[0]
+    head = nn.Linear(3, 2)
+    tape = Tape()
+    tape.follow(model)
+    tape.follow(head)
+    z = model(x)
+    first = F.cross_entropy(z, y)
+    tape.backward(first, keeps_graph=True)
+    first.backward(retain_graph=True)
+    second = head(z).square().mean()
+    tape.backward(second)
+    second.backward()
+    tape.close()
+    given = {name: p.grad.clone() for name, p in model.named_parameters()}
+    bench = Bench(model, tape.recorded, lambda m, batch: batch.play(), step=Step(tape.recorded, given))
     ((status, _, message),) = told(bench, "accumulation")
-    assert status == "skipped"
-    assert "closure" in message
+    assert (status, "2 micro-batches" in message) == ("pass", True), message
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_step_whose_weights_change_between_its_passes_is_not_judged(moved: bool) -> None:
+    """Sharpness-aware minimisation steps with the gradient of the second pass, taken elsewhere."""
+    model, (x, y) = classifier(), rows()[0]
+    passes = [recorded(lambda: F.cross_entropy(model(x), y), model)]
+    with torch.no_grad():
+        model[0].weight.add_(0.1 if moved else 0.0)
+    loss = F.cross_entropy(model(x), y)
+    passes.append(recorded(lambda: F.cross_entropy(model(x), y), model))
+    loss.backward()
+    with torch.no_grad():
+        model[0].weight.sub_(0.1 if moved else 0.0)
+    given = {name: p.grad.clone() for name, p in model.named_parameters()}
+    bench = Bench(model, passes, lambda m, batch: batch.play(), step=Step(passes, given))
+    ((status, _, message),) = told(bench, "accumulation")
+    assert (status, ("do not repeat" if moved else "last of 2") in message) == ("skipped" if moved else "fail", True)
+
+
+CLOSURE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+model.compile(backend="eager")
+optimizer = torch.optim.{optimizer}(model.parameters(), 0.1)
+for _ in range(5):
+
+    def closure():
+        {zero}
+        loss = nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
+        torch.autograd.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "status", "says"),
+    [
+        ("LBFGS", "optimizer.zero_grad()", 0, "that of its 1 micro-batches"),
+        ("SGD", "optimizer.zero_grad()", 0, "that of its 1 micro-batches"),
+        ("SGD", "pass", 1, "times that of the step's batches"),
+    ],
+)
+def test_a_closure_is_judged_when_it_has_run_and_a_compiled_model_as_it_is_written(
+    tmp_path: Path, optimizer: str, zero: str, status: int, says: str
+) -> None:
+    (tmp_path / "train.py").write_text(CLOSURE.format(optimizer=optimizer, zero=zero))
+    done = started(tmp_path, "-m", "flowscope", "check", "--only", "accumulation", "train.py")
+    assert done.returncode == status, done.stdout + done.stderr
+    assert says in done.stdout
+
+
+def test_where_no_loss_is_seen_that_is_said(tmp_path: Path) -> None:
+    backward = "torch.autograd.backward(loss)"
+    script = CLOSURE.format(optimizer="SGD", zero="pass").replace(
+        backward, "torch.autograd.grad(loss, model[0].weight)"
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = started(tmp_path, "-m", "flowscope", "check", "train.py")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "no loss was seen: backward was called on none" in done.stderr
 
 
 class TwoAnswers(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowscope.errors import CannotJudgeError
-from flowscope.trials.bench import Bench, Step
+from flowscope.trials.bench import Bench, Step, batch_tensors
 from flowscope.trials.criteria import CLASSES, Criterion, criteria
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -39,8 +40,6 @@ class Accumulation(Trial):
         step = bench.step
         if step is None:
             raise CannotJudgeError(bench.not_seen)
-        if step.closure:
-            raise CannotJudgeError("the optimizer evaluates the loss itself, in a closure")
         if step.clipped_scaled:
             message = "gradients were clipped before the GradScaler unscaled them"
             yield self.failed("", message, "call scaler.unscale_(optimizer) before clip_grad_norm_")
@@ -51,7 +50,12 @@ class Accumulation(Trial):
             yield self.failed("", f"{message}: what came before counts less than what comes after", advice)
             return
         wrong = self._weights(weights_of(bench, step)) if len(step.batches) > 1 else None
-        yield wrong or self._gradient(bench, step)
+        found = wrong or self._gradient(bench, step)
+        if found.status == "fail" and not all(map(bench.repeats, step.batches)):
+            raise CannotJudgeError(
+                "the step's passes do not repeat: weights changed between them, or they draw numbers"
+            )
+        yield found
 
     @staticmethod
     def _clipped_early(bench: Bench, step: Step) -> bool:
@@ -134,7 +138,7 @@ class Accumulation(Trial):
 def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
     """What each micro-batch weighs; None where its loss is not one loss function's mean times a factor."""
     weights, targets = [], set()
-    if len({getattr(batch, "program", None) for batch in step.batches}) > 1:
+    if len({getattr(batch, "program", None) for batch in step.batches}) > 1 or _same_samples(step):
         return None
     for batch in step.batches:
         loss, found, _ = criteria(bench, batch)
@@ -147,6 +151,13 @@ def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
         weights.append(Weight(float(loss.detach()) / mean, count))
     # of true and of made-up samples: two terms of one loss, each over targets of one value
     return None if len(targets) > 1 and None not in targets else weights
+
+
+def _same_samples(step: Step) -> bool:
+    """Whether two passes of a step are of the same batch: then they are two terms, or two looks at one loss."""
+    held = [[x for x in batch_tensors(batch) if x.numel() > 1] for batch in step.batches]
+    pairs = itertools.combinations([tensors for tensors in held if tensors], 2)
+    return any(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
 
 
 def _only_value(target: Tensor) -> float | None:

@@ -71,7 +71,6 @@ class Step:
         clipped: whether they had been clipped.
         norm: their norm before that, where it is known.
         clipped_scaled: whether they were clipped while still multiplied by the GradScaler's scale.
-        closure: whether the optimizer evaluates the loss itself, as often as it likes.
         clipped_after: after how many of the batches they were first clipped; None where they were not, or where
             several optimizers are at work.
         changed: what changed between this step and the one before: how much of the former step was left, by name.
@@ -82,7 +81,6 @@ class Step:
     clipped: bool = False
     norm: float | None = None
     clipped_scaled: bool = False
-    closure: bool = False
     clipped_after: int | None = None
     changed: Mapping[str, float] = field(default_factory=dict)
 
@@ -184,13 +182,18 @@ class Bench:
             return float(self.loss(recorded).detach())
         return math.nan
 
-    def compare(self, recorded: Any, loss: float) -> None:
+    def repeats(self, recorded: Any) -> bool:
+        """Whether a recorded pass, made again, gives the loss that it gave."""
+        again = self.again(recorded)
+        return math.isnan(again) or abs(again - recorded.loss) <= SAME * max(abs(again), 1e-12)
+
+    def compare(self, recorded: Any) -> None:
         """Make a recorded pass again: `repeatable` says whether its loss is what it was.
 
         Where it is far from that and does repeat, what led to it was not recorded as it was: then there is no loss.
         """
-        first, second = self.again(recorded), self.again(recorded)
-        self.repeatable = math.isnan(first) or abs(first - loss) <= SAME * max(abs(first), 1e-12)
+        self.repeatable = self.repeats(recorded)
+        loss, first, second = recorded.loss, self.again(recorded), self.again(recorded)
         if not self.repeatable and first == second and abs(first - loss) > FAR * max(abs(first), abs(loss)):
 
             def none(model: nn.Module, batch: Any) -> Tensor:

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flowscope.scripts import PatchOnImport, after_making, first_rank, outermost_models, script_of, tell_of
+from flowscope.scripts import (
+    PatchOnImport,
+    after_making,
+    first_rank,
+    hear_backward,
+    outermost_models,
+    script_of,
+    tell_of,
+)
 from flowscope.terminal import shown, tell
 from flowscope.trials.findings import CheckReport
 from flowscope.trials.settings import Options
@@ -53,7 +61,6 @@ class Trained:
         models: the outermost models that hold its parameters.
         steps: the batches of its first step and of the newest ones.
         made: how many steps there were.
-        closure: whether its last step was given a closure.
         before: how many steps its state told of when it began, and the ids of the parameters it had state of.
     """
 
@@ -61,7 +68,6 @@ class Trained:
     models: list[nn.Module]
     steps: list[list[Recorded]] = field(default_factory=list)
     made: int = 0
-    closure: bool = False
     before: tuple[int, set[int]] = (0, set())
 
 
@@ -91,6 +97,7 @@ class Listening:
                 "torch.amp.grad_scaler": lambda module: after_making(module.GradScaler, self._scalers.append),
                 "torch.nn.utils.clip_grad": self._clipping_imported,
                 "torch.nn.modules.module": self._modules_imported,
+                "torch._dynamo": _never_compile,
             }
         )
 
@@ -123,7 +130,7 @@ class Listening:
             return
         if self._tape is None:
             self._tape, self.between = Tape(self._scaling, self._never_steps), BetweenSteps()
-            self._listen_to_backward()
+            hear_backward(self._backward_begins)
         models = outermost_models(held_by(optimizer))
         self.trained.append(Trained(optimizer, models))
         for model in models:
@@ -170,35 +177,35 @@ class Listening:
 
         return any(map(has_unscaled, self._scalers))
 
-    def _listen_to_backward(self) -> None:
-        import torch
-
-        backward: Callable[..., Any] = torch.Tensor.backward
-
-        @functools.wraps(backward)
-        def listening(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._tape is not None and not self._judging:
-                self._tape.backward(loss)
-            return backward(loss, *args, **kwargs)
-
-        torch.Tensor.backward = listening  # type: ignore[method-assign,assignment]
+    def _backward_begins(self, loss: Tensor, keeps_graph: bool) -> bool:
+        if self._tape is not None and not self._judging:
+            self._tape.backward(loss, keeps_graph=keeps_graph)
+        return True
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        one = next((one for one in self.trained if one.optimizer is optimizer), None)
+        if one is None or self._judging:
+            return None
+        given = [*args, *kwargs.values()]
+        closure = next((value for value in given if callable(value)), None)
+        if closure is None:
+            self._step_is_whole(one)
+            return None
+        return _with_closure(args, kwargs, closure, lambda: self._step_is_whole(one))
+
+    def _step_is_whole(self, one: Trained) -> None:
+        """The optimizer has all that it steps with: it is about to step, or its closure has run for the first time."""
         from flowscope.trials.between_steps import steps_before
 
-        one = next((one for one in self.trained if one.optimizer is optimizer), None)
-        if one is None or self._tape is None or self._judging:
+        if self._tape is None or self.between is None:
             return
-        taken = self._tape.taken()
         if not one.steps:
-            one.before = steps_before(optimizer)
-        one.steps = [*one.steps[:1], *one.steps[1:][-NEWEST:], taken]
+            one.before = steps_before(one.optimizer)
+        one.steps = [*one.steps[:1], *one.steps[1:][-NEWEST:], self._tape.taken()]
         one.made += 1
-        one.closure = any(map(callable, (*args, *kwargs.values())))
-        if self.between is not None:
-            self.between.begins(optimizer)
+        self.between.begins(one.optimizer)
         if one.made >= self.options.steps:
             self._tape.close()
             self._judging = True  # trials make optimizers and step, too
@@ -213,8 +220,32 @@ class Listening:
         leave(UNJUDGED)
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.between is not None and not self._judging:
+        if self._tape is not None and self.between is not None and not self._judging:
+            self._tape.taken()  # what a closure was evaluated for further
             self.between.ended(optimizer)
+
+
+def _never_compile(dynamo: Any) -> None:
+    """Let compiled models run as plain Python: hooks and the tape see what is in them."""
+    if hasattr(dynamo, "set_stance"):
+        dynamo.set_stance("force_eager")
+
+
+def _with_closure(args: Any, kwargs: Any, closure: Callable[[], Any], first: Callable[[], None]) -> Any:
+    """The arguments of a step with a closure that calls `first` when it has run for the first time."""
+    waiting = [first]
+
+    @functools.wraps(closure)
+    def heard(*given: Any, **named: Any) -> Any:
+        result = closure(*given, **named)
+        if waiting:
+            waiting.pop()()
+        return result
+
+    def changed(value: Any) -> Any:
+        return heard if value is closure else value
+
+    return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
 
 
 def judged(listening: Listening, last: Trained) -> CheckReport:
@@ -242,6 +273,8 @@ def judge(listening: Listening, last: Trained) -> CheckReport:
         if bench is not None:
             report = run_trials(bench, trials, _progress(name))
             findings += [replace(finding, message=name + finding.message) for finding in report.findings]
+    if not findings:
+        tell("flowscope check: no loss was seen: backward was called on none that torch made of what a model returned.")
     return CheckReport(tuple(findings))
 
 
@@ -279,7 +312,6 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
             clipping.clipped,
             clipping.norm,
             clipping.while_scaled,
-            last.closure,
             clipping.after if clipping.clipped and alone else None,
             {n: kept[id(p)] for n, p in inner.named_parameters() if id(p) in kept},
         )
@@ -292,7 +324,8 @@ def bench_of(listening: Listening, last: Trained, model: nn.Module) -> Bench | N
         _loaders(),
         _resumed(listening, owners, inner),
     )
-    bench.compare(batches[0], batches[0].loss)
+    if step is not None and batches[0] in step.batches:  # of earlier steps the weights were others
+        bench.compare(batches[0])
     return bench
 
 
@@ -308,9 +341,10 @@ def _resumed(listening: Listening, owners: Sequence[Trained], model: nn.Module) 
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model without what synchronises ranks."""
+    """The model without what synchronises ranks, or compiles it."""
     inner: nn.Module = getattr(model, "module", model) if "Parallel" in type(model).__name__ else model
-    return inner
+    inner = getattr(inner, "_orig_mod", inner)
+    return inner if inner is model else _unwrapped(inner)
 
 
 def _loaders() -> list[Any]:
@@ -386,6 +420,7 @@ def check_script(command: Sequence[str], options: Options, *, module: bool = Fal
 def _unjudged(name: str, listening: Listening, reason: str) -> str:
     steps, wanted = listening.seen, listening.options.steps
     if not listening.trained:
-        return f"flowscope check: {name}: {reason} before it made an optimizer for a model; expected a training script."
+        told = f"flowscope check: {name}: {reason} before it made an optimizer for a model; expected a training script."
+        return f"{told} (Processes that it spawns are not followed: torchrun -m flowscope check.)"
     advice = f"; try --steps {steps}" if steps else ": expected one that trains"
     return f"flowscope check: {name}: {reason} after {steps} optimizer steps, expected {wanted}{advice}."

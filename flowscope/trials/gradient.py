@@ -31,19 +31,24 @@ FLAT = 1e-8
 
 
 class Slope(NamedTuple):
-    """The derivative of the loss along one direction: by differences with two steps, and by the gradient."""
+    """The derivative of the loss along one direction: by differences with two steps, and by the gradient.
+
+    `kink` is by how much the derivatives to both sides differ: 0 but where a unit stands at exactly 0, or the like.
+    """
 
     group: str
     wide: float
     narrow: float
+    kink: float
     claimed: float
     reached: bool
     scale: float
 
     @property
     def smooth(self) -> bool:
-        """Whether the two steps agree."""
-        return abs(self.wide - self.narrow) <= AGREE * max(abs(self.wide), abs(self.narrow)) + self.flat
+        """Whether the two steps agree, and no kink is what the gradient is off by."""
+        agree = abs(self.wide - self.narrow) <= AGREE * max(abs(self.wide), abs(self.narrow)) + self.flat
+        return agree and (self.right or abs(self.kink) < abs(self.narrow - self.claimed))
 
     @property
     def flat(self) -> float:
@@ -101,7 +106,8 @@ class Gradient(Trial):
         if bent and not broken:
             first = bent[-1]
             message = f"the gradient of {first.group} says {first.claimed:.4g}, the loss moves by {first.narrow:.4g}"
-            advice = "as the custom function above has it" if meant else "look for a stop-gradient on a part of its way"
+            advice = "look on its way for a stop-gradient, or a checkpoint that computes something else (recomputation)"
+            advice = "as the custom function above has it" if meant else advice
             yield self.noted(first.group, message, advice)
         if not off and not broken:
             judged = [slope for slope in slopes if slope.smooth]
@@ -152,8 +158,15 @@ def _slope(
                 p.sub_(directions[n], alpha=distance)
         return value
 
-    wide, narrow = ((at(step) - at(-step)) / (2 * step) for step in (STEP, STEP / 8))
-    return Slope(name or "model", wide, narrow, claimed, any(n in gradients for n in group), abs(loss) + 1e-12)
+    (slope, bend), (narrow, bent) = (_slope_and_bend(at(step), loss, at(-step), step) for step in (STEP, STEP / 8))
+    # curvature bends an eighth of the step an eighth as much, a kink as much
+    kink = (8 * bent - bend) / 7
+    reached = any(n in gradients for n in group)
+    return Slope(name or "model", slope, narrow, kink, claimed, reached, abs(loss) + 1e-12)
+
+
+def _slope_and_bend(above: float, here: float, below: float, step: float) -> tuple[float, float]:
+    return (above - below) / (2 * step), (above - 2 * here + below) / step
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowscope.model.nested import nested_tensors
 from flowscope.torch_internals import leaves_below, nodes_below
 from flowscope.trials.bench import Bench
 from flowscope.trials.criteria import Listener
@@ -30,9 +31,11 @@ class LossPath(Trial):
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """One finding a module whose number has no path to the loss."""
         made: list[tuple[str, Tensor]] = []
+        read = _Detached()
         with bench.place() as place:
 
             def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+                read.heard((args, kwargs), result)
                 if (where := place()) is None or not isinstance(result, Tensor) or result.numel() != 1:
                     return
                 name = getattr(func, "__name__", "").strip("_")
@@ -41,10 +44,13 @@ class LossPath(Trial):
 
             with bench.alike(), Listener(heard):
                 loss = bench.loss(bench.batches[0])
-        yield from self._judged(bench, loss, made)
+        yield from self._judged(bench, loss, made, read)
 
-    def _judged(self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]]) -> Iterable[TrialFinding]:
+    def _judged(
+        self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]], read: _Detached
+    ) -> Iterable[TrialFinding]:
         on_path = set(nodes_below([loss.grad_fn]))
+        on_path |= set(nodes_below(read.behind(on_path)))
         off = [(where, x) for where, x in made if x.grad_fn not in on_path]
         # of a chain of numbers the last one tells
         inner = {node for _, x in off for node in nodes_below([x.grad_fn]) if node is not x.grad_fn}
@@ -60,6 +66,28 @@ class LossPath(Trial):
             yield self.failed(where, message, advice)
         if not lost:
             yield self.passed(f"each of {len(made)} numbers that modules compute leads to the loss")
+
+
+class _Detached:
+    """What is read without its gradient, on purpose: a number that is detached, and then part of the loss."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[Tensor, set[Any]]] = {}
+        self._readers: list[tuple[Any, set[Any]]] = []
+
+    def heard(self, given: Any, result: Any) -> None:
+        """One function was called."""
+        inputs = [*nested_tensors(given)]
+        known = [self._sources[id(x)][1] for x in inputs if id(x) in self._sources]
+        for made in nested_tensors(result):
+            if made.requires_grad:
+                self._readers += [(made.grad_fn, sources) for sources in known]
+            elif sources := set().union(*known, (x.grad_fn for x in inputs if x.grad_fn is not None)):
+                self._sources[id(made)] = made, sources
+
+    def behind(self, on_path: set[Any]) -> list[Any]:
+        """The nodes whose values are read, without a gradient, by what leads to the loss."""
+        return [node for reader, sources in self._readers if reader in on_path for node in sources]
 
 
 def _is_the_loss(x: Tensor, loss: Tensor, parameters: list[Tensor]) -> bool:

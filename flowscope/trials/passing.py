@@ -6,6 +6,7 @@ A copy, for the model itself may be watched: its hooks would count our passes. L
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,11 +35,13 @@ class Passed:
         batch: a copy.
         chance: torch's random state (CPU) when its forward pass began.
         share: what backward was called on, as a multiple of the loss that `Passing` makes of the batch.
+        loss: what backward was called on, without a GradScaler's scale.
     """
 
     batch: Any
     chance: Tensor
     share: float = 1.0
+    loss: float = math.nan
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -62,7 +65,6 @@ class Passing:
         self._loss, self._ready = loss, ready
         self._batches: list[Passed] = []
         self._micro: list[Passed] = []
-        self._values: Sequence[float] = ()
         self._missed = ""
         self._steps = 0
         self._bench: Bench | None = None
@@ -100,8 +102,8 @@ class Passing:
         if len(shares) != len(self._micro):
             self.misses("backward was not called once on the loss of each batch")
             return
-        self._values = values
-        self._micro = [replace(one, share=share) for one, share in zip(self._micro, shares, strict=True)]
+        told = zip(self._micro, shares, values, strict=True)
+        self._micro = [replace(one, share=share, loss=value) for one, share, value in told]
 
     def misses(self, reason: str) -> None:
         """The step under way is not seen as a whole."""
@@ -141,7 +143,7 @@ class Passing:
         self._ready(twin)
         self._bench = Bench(twin, self._batches, self._loss_of, its_optimizers, step, not_seen=self._missed)
         if step is not None:
-            self._bench.compare(step.batches[0], self._values[0])
+            self._bench.compare(step.batches[0])
 
     def _loss_of(self, model: nn.Module, one: Passed) -> Tensor:
         loss = self._loss(model, one.batch)

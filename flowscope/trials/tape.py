@@ -164,15 +164,16 @@ class Tape:
             for handle in handles:
                 handle.remove()
 
-    def backward(self, loss: Tensor) -> None:
-        """A backward pass begins: what was heard so far led to it."""
+    def backward(self, loss: Tensor, *, keeps_graph: bool = False) -> None:
+        """A backward pass begins: what was heard so far led to it, and to the next one where the graph is kept."""
         if self._events and loss.numel() == 1 and id(loss) in self._known:
             chance = self._chance if self._chance is not None else torch.get_rng_state()
             events = leading_to(loss, self._events)
             used = {id(x) for event in events for x in nested_tensors((event.args, event.kwargs))}
             constants = {key: x for key, x in self._constants.items() if key in used}
             self.recorded.append(Recorded(events, constants, loss, self._scaling(), chance))
-        self.drop()
+        if not keeps_graph:
+            self.drop()
 
     def taken(self) -> list[Recorded]:
         """What was recorded for a step that begins now; nothing is left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,27 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Dropping(TorchFunctionMode):
+    """Calls `told()` at each dropout that drops: as a function, or within attention."""
+
+    def __init__(self, told: Callable[[], object]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            given = dict(zip(("attn_mask", "dropout_p"), args[3:], strict=False)) | kwargs
+            drops = given.get("dropout_p", 0.0) > 0
+        else:
+            given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+            drops = "dropout" in name and given.get("p", 0.5) > 0 and given.get("training", given.get("train", True))
+        if drops:
+            self._told()
+        return func(*args, **kwargs)
+
+
 class TrainEval(Trial):
     """Run a call in both modes, with dropout and normalisation in evaluation mode in both; then dropout by itself."""
 
@@ -54,8 +75,15 @@ class TrainEval(Trial):
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """One finding: the first module, in the order of the pass, that behaves otherwise."""
         call = bench.calls()[0]
-        evaluated = bench.look(call)
+        drops: list[str] = []
+        with bench.place() as place, _Dropping(lambda: drops.append(place() or "")):
+            evaluated = bench.look(call)
         yield from self._mode(bench)
+        if drops:
+            message = f"{drops[0] or 'the model'} drops values in evaluation mode, too: its answers are random there"
+            advice = "F.dropout(x, p, training=self.training); right only for answers that are drawn on purpose"
+            yield self.failed(drops[0], message, advice)
+            return
         if first_that_differs(evaluated[-1:], bench.look(call)[-1:], _whole) is not None:
             raise CannotJudgeError("the same input gives different outputs in evaluation mode (see determinism)")
         for where, gain, whole in _gains(bench, call):
