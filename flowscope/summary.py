@@ -31,8 +31,10 @@ def summarize(
     lines = [f"flowscope: {len(records)} records, last at step {last.step}{loss}"]
     for number, flow in enumerate(header.flows):
         key = metric_key("gradient_product", None if number == 0 else flow.name)
-        product = next((r.metrics[key] for r in reversed(records) if key in r.metrics), None)
-        if product is not None:
+        seen = [r.metrics[key] for r in reversed(records) if key in r.metrics]
+        # a net that is trained in every second step has no gradient in the others
+        product = next((values for values in seen if np.isfinite(values).any()), seen[0] if seen else None)
+        if product is not None and not _is_target(flow.name, records):
             points = row_names(flow.points, len(product))
             lines.append(f"  {flow.name} ({flow.kind}, {len(points)} points): {_profile(product, points)}")
     lines += [f"  {line}" for line in diagnosis(alerts)]
@@ -63,7 +65,7 @@ def _never_ran(header: RunHeader, records: Sequence[Record]) -> list[str]:
         keys = [metric_key(m, None if number == 0 else flow.name) for m in ("forward_calls", "backward_calls")]
         calls = [r.metrics[key] for r in records for key in keys if {*keys} <= r.metrics.keys()]
         calls = [of_record for of_record in calls if of_record.shape == (len(flow.points),)]
-        if calls:
+        if calls and not _is_target(flow.name, records):
             names += [point for point, ran in zip(flow.points, np.any(calls, axis=0), strict=True) if not ran]
     return names
 
@@ -74,7 +76,21 @@ def _without_gradient(records: Sequence[Record]) -> list[str]:
     if not held:
         return []
     arrived = {name for record in held for name in _named(record, ~np.isnan(record["param_grad_norm"]))}
-    return [name for name in _named(held[-1], held[-1]["param_trainable"] == 1) if name not in arrived]
+    asked = _named(held[-1], held[-1]["param_trainable"] == 1)
+    optimized = _optimized(records)
+    return [name for name in asked if name not in arrived and (optimized is None or name in optimized)]
+
+
+def _is_target(flow: str, records: Sequence[Record]) -> bool:
+    """Whether no optimizer holds a parameter of a flow while it holds others: a target network, an average."""
+    optimized = _optimized(records)
+    return bool(optimized) and not any(name.startswith(f"{flow}.") for name in optimized or ()) and flow != "network"
+
+
+def _optimized(records: Sequence[Record]) -> set[str] | None:
+    """The parameters that an optimizer holds, None where that is not known."""
+    last = next((record for record in reversed(records) if "param_optimized" in record.metrics), None)
+    return None if last is None else {*_named(last, last["param_optimized"] == 1)}
 
 
 def _named(record: Record, rows: np.ndarray[Any, Any]) -> list[str]:

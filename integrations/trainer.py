@@ -106,6 +106,49 @@ class TrainerWatch:
             self.check_report = passing.check(model, optimizers)
 
 
+class BareWatch(TrainerWatch):
+    """For trainers whose models exist before their callbacks hear of them: nothing is wrapped, no trial made.
+
+    Args:
+        log_dir: as in `flowscope.watch`.
+        every: likewise.
+        on_alert: likewise; `StopTraining` ends the run like `stop_on`.
+        stop_on: alert kinds or severities that end it.
+        **watch_options: passed on to `flowscope.watch`.
+
+    Attributes:
+        scope: of the current run, or of the last one; None before.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | Path | None = None,
+        every: int | Callable[[int], bool] = 10,
+        on_alert: AlertAction | Iterable[AlertAction] | None = None,
+        stop_on: str | Iterable[str] | None = None,
+        **watch_options: Any,
+    ) -> None:
+        super().__init__(None, log_dir, every, on_alert, stop_on, **watch_options)
+        self._stop_asked = False
+
+    def _ask_stop(self, alert: Alert) -> None:
+        self._stop_asked = True
+
+    def _begin(self, model: nn.Module, optimizer: Any = None, **options: Any) -> None:
+        """Attach; a later run of the same callback goes on with its state."""
+        before = self.scope.state_dict() if self.scope is not None else None
+        self._end()
+        self._stop_asked = False
+        scope = self._watch(model, optimizer, self._ask_stop, **options)
+        if before:
+            scope.load_state_dict(before)
+
+    def _end(self) -> None:
+        """Detach and finish the files."""
+        if self.scope is not None:
+            self.scope.close()
+
+
 def module_in(model: Any) -> nn.Module | None:
     """The module that a trainer's model is or holds (`model_body`, `module`, `model`); None, and one line, without."""
     held = [model, *(getattr(model, name, None) for name in ("model_body", "module", "model"))]

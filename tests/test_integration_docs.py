@@ -110,6 +110,7 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 MISSING = """
 import importlib, sys
 packages = {"huggingface": "transformers", "prometheus": "prometheus_client"}
+sys.modules["pytorch_lightning"] = None  # Lightning's other name
 for name in sys.argv[1:]:
     sys.modules[packages.get(name, name)] = None  # as if not installed
     try:
@@ -127,7 +128,8 @@ def test_a_missing_package_is_an_error_that_names_the_extra() -> None:
 
 
 def test_every_adapter_has_a_block() -> None:
-    adapters = {p.stem for p in (ROOT / "integrations").glob("*.py")} - {"__init__", "trainer", "model_loss"}
+    shared = {"__init__", "trainer", "model_loss", "tried_steps"}
+    adapters = {p.stem for p in (ROOT / "integrations").glob("*.py")} - shared
     assert sorted(NAMES) == sorted(adapters)
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for name in adapters:
@@ -135,13 +137,40 @@ def test_every_adapter_has_a_block() -> None:
         assert name in extras
 
 
+FURTHER = ("monai", "stable_baselines3", "fastai", "skorch", "keras")
+"""`make stacks` runs these in environments that have their packages."""
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def further_data() -> dict[str, Any]:
+    pairs = list(rows(4))[:8]
+    return {
+        "pairs": pairs,
+        "images": [{"image": x, "label": y} for x, y in pairs],
+        "Module": Net,
+        "features": torch.randn(8, 6).numpy(),
+        "labels": torch.randint(0, 3, (8,)).numpy(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_run(name: str, space: dict[str, Any]) -> None:
+    pytest.importorskip({"huggingface": "transformers", "prometheus": "prometheus_client"}.get(name, name))
     if name == "huggingface":
         space["model"] = make_model()
+    if name in FURTHER:
+        space |= {"torch": torch, "loader": None, **further_data()}
     exec(compile(BLOCKS[NAMES.index(name)], f"docs/integrations.md, {name}", "exec"), space)
     scope = space["scope"] if "scope" in space else space["watcher"].scope
     assert scope.closed
+    if name == "stable_baselines3":
+        assert scope.records
+        return
     assert len(scope.records) == (2 if name == "accelerate" else 4)
     assert None not in [record.loss for record in scope.records]
 

@@ -9,7 +9,7 @@ from typing import TypeVar, overload
 
 Item = TypeVar("Item")
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_torch_params"})
 _OUTERMOST = _WRAPPERS | {"module", "_module", "_forward_module"}
 """These wrap whole models only: inside of one, a child may bear such a name."""
 

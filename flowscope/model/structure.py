@@ -19,6 +19,8 @@ Named = tuple[str, nn.Module]
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 """What only holds parameters, and is never called."""
+_OF_ONE_LAYER = {"parametrizations", "_torch_params"}
+"""Children that hold parameters of a layer itself: torch's and Keras'."""
 _WRAPPER_CHILDREN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _ACTIVATION = re.compile(r"(lu\d?|swish|tanh|sigmoid|mish|activation|softplus|softsign|shrink)$", re.IGNORECASE)
@@ -212,7 +214,7 @@ def is_atom(module: nn.Module) -> bool:
         return True
     if "base_layer" in inner._modules:
         return True
-    return not isinstance(inner, LISTS) and not inner._modules.keys() - {"parametrizations"}
+    return not isinstance(inner, LISTS) and not inner._modules.keys() - _OF_ONE_LAYER
 
 
 def has_forward(module: nn.Module) -> bool:
