@@ -183,3 +183,31 @@ def test_a_branch_between_two_blocks_leaves_the_chain_whole() -> None:
     record = trained(model, model)[0][-1]
     assert [[*labels[-3:]] for labels in products(record)] == [["blocks.0", "blocks.2", "blocks.3"]]
     assert [*record.labels("grad_norm@blocks.branches")] == ["blocks.1"]
+
+
+def test_stages_whose_entries_are_points_too_are_one_network() -> None:
+    """A stage's input is the point before it: both are found, and the flow over all stages stays whole."""
+
+    class Stage(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.into = nn.Linear(D, D)
+            self.norm = nn.LayerNorm(D)
+            self.out = nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.out(self.norm(self.into(x)))
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer1 = nn.Sequential(*(Stage(4) for _ in range(2)))
+            self.layer2 = nn.Sequential(*(Stage(6) for _ in range(2)))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [self.layer2(self.layer1(x))]
+
+    model = Stages()
+    record = trained(model, model)[0][-1]
+    assert any(len(labels) == 5 for labels in products(record))
+    assert not any("branches" in key for key in record.metrics)

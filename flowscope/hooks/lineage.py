@@ -73,7 +73,7 @@ class Lineage:
         found = self._nearest(inputs)
         earlier = self.parents.get(place) if place in self._open else None
         self._open.add(place)
-        self.parents[place] = known or (earlier if found is None else found | (earlier or frozenset()))
+        self.parents[place] = earlier if found is None else found | known | (earlier or frozenset())
 
     def _nearest(self, inputs: Any) -> frozenset[Place] | None:
         """The nearest points behind some tensors, each path ending at its first; None where no path can be followed."""

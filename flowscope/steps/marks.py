@@ -74,11 +74,11 @@ class Marks:
 
     def _cleared(self) -> bool:
         """Whether the gradients are zero: they are only asked where nobody waits for a device."""
-        held = [p.grad for p in self._some() if p is not None and p.grad is not None]
+        held = [p.grad for p in self._some() if p is not None and p.is_leaf and p.grad is not None]
         return all(g.is_cpu and g.layout == torch.strided for g in held) and not any(bool(g.any()) for g in held)
 
     def _look(self) -> _Look:
-        some = [p for p in self._some() if p is not None]
+        some = [p for p in self._some() if p is not None and p.is_leaf]
         gradients = [p.grad for p in some if p.grad is not None]
         held = tuple((id(gradient), version(gradient)) for gradient in gradients)
         return _Look(tuple(map(version, some)), held, self._turns.foreign)

@@ -148,8 +148,7 @@ class OptimizerClock:
             self._own.take_in(optimizer)
             # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
             self._joining = optimizer if Action.JOIN in self._tell(Event.FOUND, optimizer) else None
-            self._place(optimizer)
-        elif not self._turns.of(optimizer):
+        if not self._turns.of(optimizer):
             self._place(optimizer)
         if self._stepping is optimizer:
             if steps_on_stack(optimizer) > 1:

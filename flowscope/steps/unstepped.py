@@ -69,7 +69,7 @@ class Unstepped:
 
     def _gradients(self) -> tuple[list[Tensor], bool]:
         """A few gradients, and whether they have grown: accumulation adds in place."""
-        gradients = [p.grad for p in self._some() if p is not None and p.grad is not None]
+        gradients = [p.grad for p in self._some() if p is not None and p.is_leaf and p.grad is not None]
         versions = [gradient._version for gradient in gradients]
         grew, self._version = sum(versions) > self._version >= 0, sum(versions) if versions else -1
         return gradients, grew
