@@ -7,11 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from detector_records import header, layout, play, record, told
 from test_detectors_losses import noisy
+from torch import Tensor, nn
 
+import flowscope
 from flowscope.config import WatchConfig
 from flowscope.records import Alert, Record
+from flowscope.sums.statistics import first_of_calls, weight_of_call
 
 INF = float("inf")
 NORMS = [1.0, 1.0, 1.0, 1.0, 1.0]
@@ -251,6 +255,16 @@ def test_a_player_that_starves_is_named() -> None:
     assert game(0.05) == []
 
 
+@pytest.mark.parametrize(("low", "period", "count"), [(1e-4, 3, 1), (1e-4, 40, 0), (0.05, 3, 0)])
+def test_a_player_whose_gradient_comes_and_goes_is_named(low: float, period: int, count: int) -> None:
+    """A tanh between the two nets that is saturated for most batches: two records of three have a ten-thousandth."""
+    pulls = {n: 0.1 * (low if n % period else 1.0) for n in range(30)}
+    if period == 40:  # one fall, which is told as that or not at all
+        pulls = {n: 0.1 * (low if n >= 25 else 1.0) for n in range(30)}
+    alerts = [a for a in play(judged_by_another(np.full(300, 0.7), gradient=pulls)) if a.kind == "vanishing_gradient"]
+    assert ["comes and goes" in a.message for a in alerts] == [True] * count
+
+
 @pytest.mark.parametrize(("last", "count"), [(5e-3, 1), (0.05, 0)])
 def test_a_player_that_is_watched_alone_starves_too(last: float, count: int) -> None:
     series = judged_by_another(np.full(300, 0.7), gradient={n: 0.1 if n < 10 else 0.1 * last for n in range(30)})
@@ -291,6 +305,52 @@ def test_a_step_that_spoils_weights_of_finite_gradients_is_the_cause() -> None:
     assert (alert.kind, alert.where, alert.step) == ("non_finite", "blocks.1.fc", 3)
     assert "after this step, which got finite gradients" in alert.message
     assert "eps=0" in alert.advice
+
+
+class Spoils(nn.Module):
+    """Blocks behind one of which, the `spoilt`-th, a NaN is made, in the forward or (`back`) of the gradient alone."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.back, self.spoilt = back, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for n, block in enumerate(self.blocks):
+            x = x + block(x)
+            if n == self.spoilt:
+                x = x + (0 * x).abs().sqrt() if self.back else x * math.nan
+        return x
+
+
+@pytest.mark.parametrize(
+    ("micro", "back", "where"),
+    [
+        ([-1, 4, 1], False, "blocks.5"),  # first in time, though the next micro-batch is bad at a smaller depth
+        ([-1, 1, 4], False, "blocks.2"),
+        ([3], False, "blocks.4"),
+        ([-1, 1, 4], True, "blocks.2"),  # nor is the gradient that is bad nearest the loss the first
+        ([-1, 4, 1], True, "blocks.5"),
+    ],
+)
+def test_of_several_micro_batches_the_first_that_went_bad_is_named(micro: list[int], back: bool, where: str) -> None:
+    model = Spoils(back)
+    model.blocks.append(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for spoilt in micro:
+            model.spoilt = spoilt
+            model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        scope.step()
+    assert [alert.where for alert in scope.alerts if alert.kind == "non_finite"] == [where]
+
+
+def test_calls_beyond_what_is_told_apart_and_ranks_keep_the_first() -> None:
+    """Weights of call 3 on two ranks of 512, of call 7 on all of them."""
+    sums = np.array([2 * weight_of_call(3) + 512 * weight_of_call(7), weight_of_call(1), weight_of_call(5000), 0.0])
+    assert first_of_calls(sums).tolist()[:3] == [3, 1, 101]
+    assert np.isnan(first_of_calls(sums)[3])
 
 
 def test_weights_found_bad_after_a_good_record_name_the_step_between() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,37 @@ def test_a_run_without_losses_and_one_without_records() -> None:
     assert "nothing was seen" in covered(train(chain(), steps=0))
 
 
+def test_what_no_other_was_asked_about_is_no_finding_and_unsampled_steps_are_no_records() -> None:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for step in range(24):
+            x = torch.randn(16, 8) * (math.nan if step >= 15 else 1.0)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    line = covered(scope)
+    assert line.startswith(f"coverage: {len(scope.records)} records")  # 0 to 10 and 20
+    assert "while non_finite stands nothing else is judged" in line
+    assert "yielded" not in line
+
+
+def test_a_gradient_that_is_0_or_left_in_what_is_frozen_counts_for_none() -> None:
+    model = chain()
+    model[0].weight.grad = torch.ones(8, 8)
+    model[0].weight.requires_grad_(False)
+    model[4].bias.register_hook(lambda gradient: 0 * gradient)
+    assert "6 of 8 parameters" in covered(train(model))
+
+
+def test_a_loss_that_was_judged_and_is_fine_counts_as_judged() -> None:
+    line = covered(train(chain(), steps=200))
+    assert "loss_plateau" not in line
+    assert "loss_spike" not in line
+
+
 class High(Limit):
     """A cause that a test finds in each record."""
 
@@ -127,7 +159,7 @@ def test_patterns(pattern: str, kind: str, where: str, takes: bool) -> None:
 
 
 def test_a_pattern_that_names_no_kind_is_refused() -> None:
-    with pytest.raises(FlowscopeError, match=r"mute: got lost_spike.*nearest is 'loss_spike'"):
+    with pytest.raises(FlowscopeError, match=r"mute: got lost_spike.*Did you mean 'loss_spike'"):
         train(chain(), config={"mute": ["lost_spike"]})
     with pytest.raises(FlowscopeError, match="mute"):
         train(chain(), config={"mute": 3})
@@ -149,8 +181,9 @@ def test_numbers_that_are_none_silence_the_rest_and_the_line_says_so() -> None:
     with torch.no_grad():
         model[2].weight[0, 0] = float("nan")
     line = covered(train(model))
-    assert "yielded to non_finite" in line
-    assert "1 of " in line
+    assert "while non_finite stands nothing else is judged" in line
+    assert "; 1 of " in line
+    assert "gradients at 4 of 4 points of network and 8 of 8 parameters" in line  # they came, though they are NaN
 
 
 def test_files_commands_and_the_tab_end_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,16 @@ def test_losses_that_learn_converge_or_have_no_level_of_guessing(losses, width):
     assert plateau(losses, width) == []
 
 
+def test_tasks_in_turn_have_no_common_level_of_guessing():
+    """By hand: log 10 and log 2 in turn have a mean of 1.5, which is that of guessing among 4.5."""
+    losses = noisy(math.log(4.5), 400)
+    for turns, expected in (((4.5, 4.5), ["loss_plateau"]), ((4.5, 2.0), []), ((4.5, math.nan), [])):
+        series = run(losses)
+        for n, item in enumerate(series):
+            item.metrics["loss_classes"] = np.array([4.5 if n % 5 else turns[n // 5 % 2]])
+        assert [a.kind for a in play(series) if a.state == "raised"] == expected
+
+
 def test_two_classes_with_one_output_have_log_2():
     assert [kind for kind, *_ in plateau(noisy(math.log(2), 500, spread=0.02), 1.0)] == ["loss_plateau"]
 

@@ -144,6 +144,52 @@ def test_what_is_meant_is_no_broadcast(width: int, loss: Loss) -> None:
     assert told == set()
 
 
+class OneRow(nn.Module):
+    """Answers one row for all samples; `given` says whether they are what it is called with."""
+
+    def __init__(self, given: bool = True) -> None:
+        super().__init__()
+        self.inner, self.given = net(C), given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).mean(0, keepdim=True) if self.given else self.inner(x[:1])
+
+
+WIDE = torch.linspace(-1, 1, B * C).view(B, C)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m: functional.mse_loss(m(X), WIDE),
+        lambda m: (m(X) - WIDE).square().mean(),
+        lambda m: (WIDE - m(X)).abs().mean(),
+        lambda m: functional.smooth_l1_loss(m(X).view(1, C), WIDE),
+    ],
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_one_row_for_all_samples_is_told(loss: Loss, given: bool) -> None:
+    record, told = seen(OneRow(given), loss)
+    assert record["loss_broadcast"].tolist() == [1, C, B, C]
+    assert [kind for kind, _ in told] == ["constant_output"]
+    assert f"given {B} samples and answers one row" in next(iter(told))[1]
+    assert f"from (1, {C}, ...) to ({B}, {C}, ...)" in next(iter(told))[1]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m: functional.mse_loss(m(X), WIDE[:1]),  # a set of points has one target
+        lambda m: functional.mse_loss(m(X[:1]), WIDE),  # one sample was given
+        lambda m: (m(X).expand(B, C) - WIDE).square().mean(),  # on purpose
+    ],
+)
+def test_one_row_that_is_meant_is_none(loss: Loss) -> None:
+    record, told = seen(OneRow(), loss)
+    assert "loss_broadcast" not in record.metrics
+    assert told == set()
+
+
 def twins(model: nn.Module) -> Tensor:
     return functional.mse_loss(model(X), model(OTHER))
 

@@ -51,6 +51,26 @@ def test_a_symptom_is_a_note_while_the_loss_falls_or_has_fallen(losses: np.ndarr
     assert severity == "warning" or len(told) == 1
 
 
+MET = np.concatenate([np.geomspace(2.0, 1e-4, 150), np.full(150, 1e-4)])
+"""A loss that was met by step 150; what it does later is added."""
+
+
+@pytest.mark.parametrize(
+    ("late", "rates", "severity"),
+    [
+        (2e-3, (1.0, 1.0), "info"),  # 1/1,000 of what was learned: a target that was copied
+        (0.5, (1.0, 1.0), "warning"),
+        (0.5, (0.1, 1.0), "info"),  # the schedule raised the rate again, and the loss with it
+    ],
+)
+def test_a_rise_without_harm_is_none(late: float, rates: tuple[float, float], severity: str) -> None:
+    losses = MET + np.where(np.arange(300) >= 270, late, 0.0)
+    series = course(losses)
+    for item in series:
+        item.metrics["param_lr"] = np.full(len(PARAMETERS), rates[item.step >= 260])
+    assert {how for kind, _, how in raised(play(series)) if kind == "saturation"} == {"info", severity}
+
+
 def test_the_note_becomes_the_warning_when_what_was_learned_is_lost() -> None:
     losses = np.concatenate([np.geomspace(2.0, 0.2, 150), np.geomspace(0.2, 2.0, 150)])
     alerts = [a for a in play(course(losses)) if a.kind == "saturation"]

@@ -396,6 +396,63 @@ def test_decay_alone_is_told_at_the_tenth_step() -> None:
     assert "decay alone" in serious(scope)[0].message
 
 
+class Branch(nn.Module):
+    """A residual branch whose result counts `share` times; `low` is a product of two factors."""
+
+    def __init__(self, share: float, low: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.share = nn.Linear(6, 6), nn.Linear(6, 3), share
+        self.branch = nn.Sequential(nn.Linear(6, 2, bias=not low), nn.Linear(2, 6, bias=not low))
+        if low:
+            nn.init.zeros_(self.branch[1].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.share * self.branch(x))
+
+
+@pytest.mark.parametrize(
+    ("share", "low", "expected"),
+    [(0.0, False, [("no_gradient", "warning", 9)]), (1e-3, False, []), (1.0, True, [])],
+    ids=["times 0", "small", "one factor starts at 0"],
+)
+def test_a_branch_that_is_exactly_0_is_told_at_the_tenth_record(share: float, low: bool, expected: object) -> None:
+    scope = trained(model=Branch(share, low), steps=30)
+    assert told(scope) == expected
+    assert [a.where for a in serious(scope)] == ["branch.0"] * len(serious(scope))
+    assert all("4 of the 8" in a.message and "never moved" in a.message for a in serious(scope))
+
+
+def test_an_actor_whose_loss_is_0_in_all_digits_is_an_error() -> None:
+    """More than half of what the optimizer holds."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = model["critic"](x).square().mean() + 0.0 * model["actor"](x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    scope = trained(step, model=nn.ModuleDict({"actor": mlp(6, 16, 3), "critic": mlp(6, 1)}))
+    assert told(scope) == [("no_gradient", "error", 9)]
+    assert serious(scope)[0].where == "actor.0"
+
+
+def test_a_bias_that_cancels_out_of_the_loss_is_healthy() -> None:
+    """A critic's last bias: its loss is a difference of two of its answers."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x + 1).sum() - model(x).sum()) / 32 + 0.1 * (model(x) - model(x.flip(0))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    scope = trained(step, model=mlp(6, 16, 1), steps=30)
+    assert any(r.metrics["param_grad_norm"][-1] == 0 for r in scope.records)
+    assert "no_gradient" not in [a.kind for a in serious(scope)]
+
+
 def test_still_is_exact_for_small_tensors_and_for_large_ones_whose_samples_say_so() -> None:
     """An embedding of which a batch uses one row outside of the sampled entries, one that gets an exact zero."""
     used, unused = nn.EmbeddingBag(20_000, 8), nn.Linear(90, 70)
@@ -732,10 +789,11 @@ def test_a_layer_that_is_built_in_forward_is_told(middle: str) -> None:
     assert all("8 x 8, 8" in a.message for a in alerts)
 
 
+@pytest.mark.parametrize("size", [512, 8])  # a loss that is known well, and one that only stays at guessing
 @pytest.mark.parametrize(("rate", "expected"), [(1e-6, ["update_too_small"]), (1e-2, [])])
-def test_a_rate_that_is_far_too_low_is_told_once_the_loss_shows_it(rate: float, expected: list[str]) -> None:
+def test_a_rate_that_is_far_too_low_is_told_once_the_loss_shows_it(rate: float, expected: list[str], size: int) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        return usual(model, optimizer, *data(512))
+        return usual(model, optimizer, *data(size))
 
     model = mlp(6, 16, 16, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)

@@ -12,7 +12,6 @@ A new built-in is one such class in the file of its family and one entry in `DET
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -172,7 +171,7 @@ class DetectorSet:
             of_numbers = detector.level == NUMBERS
             if not of_numbers and (silent or spoilt):
                 if spoilt:
-                    self.coverage.kept_back(Said(detector.kind, "", math.nan, math.nan), spoilt)
+                    self.coverage.spoilt = spoilt
                 continue
             out += self.faults.guard(f"detector {detector.name}", self._ask, detector, record, header, found) or []
             if of_numbers:

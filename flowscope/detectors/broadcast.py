@@ -12,7 +12,7 @@ from flowscope.records import Record, RunHeader
 
 
 class BroadcastLoss(Detector):
-    """Each answer is compared with the targets of all samples, so the best answer is their mean."""
+    """Each answer is compared with the targets of all samples, so the best answer is their mean; or one row is all."""
 
     kind, level = ConstantOutput.kind, WIRING
     shown_by = ConstantOutput.shown_by
@@ -30,6 +30,9 @@ class BroadcastLoss(Detector):
             if "loss_classes" not in record.metrics:  # this record's loss was not read
                 yield self.unseen(cause="broadcast")
             return
+        if shape[0] == 1:
+            yield self._one_row(shape)
+            return
         one, other, pairs = shapes_of(shape)
         message = (
             f"the loss broadcasts a tensor of shape {one} to {pairs}: what it is compared with has shape {other}, so "
@@ -37,6 +40,16 @@ class BroadcastLoss(Detector):
         )
         advice = "give both the same shape before the loss: squeeze(1) on the one, or unsqueeze(1) on the other"
         yield self.found("", shape[2] * shape[3], shape[0], message, advice=advice, cause="broadcast")
+
+    def _one_row(self, shape: Array) -> Finding:
+        """The model answers one row for all samples."""
+        one, wide = (f"({', '.join(f'{size:.0f}' for size in part if size)}, ...)" for part in (shape[:2], shape[2:]))
+        message = (
+            f"the model was given {shape[2]:.0f} samples and answers one row for all, which the loss broadcasts from "
+            f"{one} to {wide}: every sample gets the same answer"
+        )
+        advice = "look in forward for a mean, a sum or an index over the batch axis (dim=0)"
+        return self.found("", shape[2], 1.0, message, advice=advice, cause="broadcast")
 
 
 def shapes_of(shape: Array) -> tuple[str, str, str]:

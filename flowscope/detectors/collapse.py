@@ -221,7 +221,8 @@ class RepresentationCollapse(Detector):
         )
         found = self.found(point, last, 1 - limit, message, name, advice=advice, records=records, cause="samples")
         # what was never apart was drawn together by no loss (a codebook of which one code is used at first)
-        never = self.state["widest"][name] < limit
+        widest = self.state["widest"][name]
+        never = widest < limit and not widest > CLEARLY_LOWER * distance[-1]
         return replace(found, symptom="ever") if never else found
 
     def _code(self, view: FlowView) -> Finding | None:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowscope.records import Alert, Array, Record, RunHeader, split_key
+from flowscope.detectors.detector import Flags
+from flowscope.records import Alert, Array, Record, RunHeader, metric_key, split_key
 
 BEGINS = "coverage:"
 """How the line begins."""
@@ -73,8 +74,9 @@ class Coverage:
         losses: of how many the loss was given.
         told: kind -> on how many records its detector could tell.
         present: the kinds of which some number was in a record.
-        seen: key of a metric in `GRADIENTS` -> which rows ever had a finite number.
+        seen: key of a metric in `GRADIENTS` -> which rows ever had a gradient other than 0.
         yielded: what was found in the last record and is explained by another alert -> that alert's kind.
+        spoilt: the kind that keeps all others from being asked about the last record, "" where none does.
         profiles: key of a metric with a lower and an upper limit -> its last values.
         muted: pattern -> the last of what it kept from being told.
         notes: what the last record says could not be measured.
@@ -87,15 +89,18 @@ class Coverage:
         self.present: set[str] = set()
         self.seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
         self.yielded: dict[Said, str] = {}
+        self.spoilt = ""
         self.profiles: dict[str, Array] = {}
         self.muted: dict[str, Said] = {}
         self.notes: tuple[str, ...] = ()
 
     def begin(self, record: Record) -> None:
         """A record is about to be judged."""
+        self.yielded, self.spoilt = {}, ""
+        if "unsampled" in record.flags:
+            return
         self.records += 1
         self.losses += record.loss is not None
-        self.yielded = {}
         self.notes = record.notes
         for key, values in record.metrics.items():
             if values.ndim != 1 or (spec := record.specs.get(split_key(key)[0])) is None:
@@ -103,9 +108,21 @@ class Coverage:
             if len(spec.limits) == 2:
                 self.profiles[key] = values
             if split_key(key)[0] in GRADIENTS:
-                finite = np.isfinite(values)
+                arrived = self._arrived(key, record, values)
                 earlier = self.seen.get(key)
-                self.seen[key] = finite if earlier is None or len(earlier) != len(finite) else earlier | finite
+                self.seen[key] = arrived if earlier is None or len(earlier) != len(arrived) else earlier | arrived
+
+    @staticmethod
+    def _arrived(key: str, record: Record, values: Array) -> Flags:
+        """Where a gradient came: one of exactly 0 teaches nothing, and what is frozen may carry an old one."""
+        name, flow = split_key(key)
+        other = "param_trainable" if name == "param_grad_norm" else metric_key("backward_calls", flow)
+        sure = record.metrics.get(other)
+        known: Flags = ~np.isnan(values)
+        if sure is not None and len(sure) == len(values):
+            # at a point a norm that is NaN may be that of a gradient that is
+            known = known & (sure == 1) if name == "param_grad_norm" else sure > 0
+        return known & (values != 0)
 
     def heard(self, kind: str, shown_by: Iterable[str], record: Record, *, told: bool | None) -> None:
         """A detector has looked at a record.
@@ -114,9 +131,11 @@ class Coverage:
             kind: of its alerts.
             shown_by: the metrics that show them.
             record: the one it looked at.
-            told: whether it could tell; None where it said nothing: then its numbers say whether it looked at any.
+            told: whether it could tell; None where it said nothing: then its numbers say whether it looked at any. One
+                that names none, as it judges losses, says so where it cannot tell.
         """
-        if any(metric in record.metrics for metric in shown_by):
+        metrics = tuple(shown_by)
+        if not metrics or any(metric in record.metrics for metric in metrics):
             self.present.add(kind)
             told = True if told is None else told
         self.told[kind] += bool(told)
@@ -154,6 +173,8 @@ class Coverage:
             yield f"gradients at {' and '.join(arrived)}"
         yield f"{len(judged)} of {len(self.told)} kinds of alert judged"
         yield from self._not_judged()
+        if self.spoilt:
+            yield f"while {self.spoilt} stands nothing else is judged"
         for cause in dict.fromkeys(self.yielded.values()):
             kinds = [str(found) for found, by in self.yielded.items() if by == cause]
             yield f"yielded to {cause}, so without an alert: {_few(kinds)}"
@@ -194,7 +215,7 @@ class Coverage:
                     yield f"{name} {place} is {values[row]:.2g}, {word} its limit {limit:.2g}, without an alert"
 
     def _not_judged(self) -> Iterator[str]:
-        silent = [kind for kind, count in self.told.items() if not count]
+        silent = [kind for kind, count in self.told.items() if not count and not self.spoilt]
         explained = {found.kind for found in self.yielded}
         unseen = [kind for kind in silent if kind in self.present and kind not in explained]
         absent = [kind for kind in silent if kind not in self.present and kind not in explained]

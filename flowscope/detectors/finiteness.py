@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowscope.detectors.detector import NUMBERS, Detector, Finding
-from flowscope.detectors.rows import each_flow, module_of, parameter_name
+from flowscope.detectors.rows import FlowView, each_flow, module_of, parameter_name
 from flowscope.records import Record, RunHeader
 
 CANARY = ("input", "forward", "backward", "loss")
@@ -104,21 +104,16 @@ class NonFinite(Detector):
         self, record: Record, header: RunHeader, canary: Mapping[str, float], *, left_out: bool
     ) -> Iterator[tuple[str, str, str, float]]:
         yield from _weights(record, header, self.state["last_good"])
-        for view in each_flow(record, header):
-            counts = view.get("nonfinite")
-            if counts is not None and bool((counts > 0).any()):
-                at = int(np.argmax(counts > 0))
-                yield "activation", view.point(at), f"the activation of {view.point(at)}", float(counts[at])
+        for view, at, count in _in_time(each_flow(record, header), "nonfinite"):
+            yield "activation", view.point(at), f"the activation of {view.point(at)}", count
         if canary.get("loss", 0) > 0 or (record.loss is not None and not np.isfinite(record.loss)):
             yield from _beside(record, header)
             yield "loss", "", "the loss (all activations seen are finite)", max(canary.get("loss", 0), 1.0)
-        for view in reversed([*each_flow(record, header)]):
-            counts = view.get("nonfinite_grad")
-            if counts is not None and not left_out and bool((counts > 0).any()):
-                at = int(np.flatnonzero(counts > 0)[-1])
-                # a clean gradient at the next point: the block between them made it
-                place = view.block(at) if at < counts.size - 1 else view.point(at)
-                yield "gradient", place, f"the gradient at {view.point(at)}", float(counts[at])
+        last_first = reversed([*each_flow(record, header)])
+        for view, at, count in [] if left_out else _in_time(last_first, "nonfinite_grad", back=True):
+            # a clean gradient at the next point: the block between them made it
+            place = view.block(at) if at < len(view.layout.points) - 1 else view.point(at)
+            yield "gradient", place, f"the gradient at {view.point(at)}", count
         norms = record.metrics.get("param_grad_norm")
         if norms is not None and bool(np.isinf(norms).any()):
             name = parameter_name(record, header, int(np.argmax(np.isinf(norms))))
@@ -146,6 +141,26 @@ class NonFinite(Detector):
         if (tensor == "gradient" and "parameter" in words) or tensor == "step":
             message = f"the first non-finite tensor is {words} ({count:.0f} parameters alike), {steps}"
         return self.found(where, count, 0.0, message, advice=advice, certain=True)
+
+
+def _in_time(views: Iterable[FlowView], metric: str, *, back: bool = False) -> list[tuple[FlowView, int, float]]:
+    """Where each flow was bad first and how many entries were, the flows in time too.
+
+    Of several calls of the flows in a step (micro-batches) the first that was bad, and in that the first point, or,
+    where gradients go `back`, the last.
+    """
+    found = []
+    for order, view in enumerate(views):
+        counts = view.get(metric)
+        if counts is None or not bool((counts > 0).any()):
+            continue
+        calls = view.get(f"{metric}_call")
+        known = np.ones(counts.shape) if calls is None or calls.shape != counts.shape else np.nan_to_num(calls, nan=1.0)
+        first = float(np.min(known, where=counts > 0, initial=np.inf))
+        points = np.flatnonzero((counts > 0) & (known == first))
+        at = int(points[-1 if back else 0])
+        found.append((first, order, view, at, float(counts[at])))
+    return [(view, at, count) for _, _, view, at, count in sorted(found, key=lambda one: one[:2])]
 
 
 def _beside(record: Record, header: RunHeader) -> Iterator[tuple[str, str, str, float]]:

@@ -37,6 +37,8 @@ FELL = 0.05
 """It does where they fell by this share."""
 END_RECORDS = 5
 """What the end of a chain does to the gradient counts on so many records without progress."""
+COMES_AND_GOES = 20
+"""So many records show that a gradient comes and goes, with a quarter as many turns at least."""
 CERTAIN = 100.0
 """Beyond the limit by this factor there is nothing to wait for."""
 
@@ -46,7 +48,8 @@ ADVICE = {
     "chain": "initialise by He (ReLU) or Xavier (tanh), use an activation that does not saturate, or add residual "
     "connections or normalisation",
     "stack": 'if the blocks are post-norm, call flowscope.wrap(model, mode="keel") or make them pre-norm (a lower rate '
-    "or a longer warm-up did not help at 24 blocks); else lower the learning rate",
+    "or a longer warm-up did not help at 24 blocks). Blocks without a shortcut or a norm: add them, or initialise by "
+    "He (ReLU) or Xavier (tanh)",
     "network": "initialise by He or Xavier, add normalisation, or residual connections around the stages",
 }
 EXPLODING_ADVICE = {
@@ -317,7 +320,8 @@ MOST_NETS = 8
 class StarvedPlayer(Detector):
     """A net that is trained through another (a generator through its critic) gets a hundredth of its first gradients.
 
-    The other net has won: what it answers no longer depends on what it is shown.
+    The other net has won: what it answers no longer depends on what it is shown. Or the gradient comes and goes by the
+    same factor from record to record: what lies between the two is flat nearly everywhere (a saturated tanh).
     """
 
     kind = VanishingGradient.kind
@@ -326,7 +330,7 @@ class StarvedPlayer(Detector):
         "let the loss not saturate where the critic is sure (-log D(G(z)) instead of log(1 - D(G(z)))), and give the "
         "critic a lower rate or fewer steps"
     )
-    begins_with: ClassVar[dict[str, Any]] = {"first": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"first": {}, "recent": {}}
 
     @property
     def name(self) -> str:
@@ -349,11 +353,16 @@ class StarvedPlayer(Detector):
 
     def _judge(self, path: str, norm: float) -> Finding | None:
         first = self.state["first"].get(path, np.zeros(0))
+        recent = self.state["recent"][path] = np.append(self.state["recent"].get(path, first), norm)[-COMES_AND_GOES:]
         if first.size < self.config.baseline_records:
             self.state["first"][path] = np.append(first, norm)
             return None
         start = median(first.tolist())
         limit = start / self.config.drift
+        low, high = np.quantile(recent, (0.25, 0.75))
+        turns = int(np.count_nonzero(np.diff(recent > math.sqrt(low * high))))
+        if recent.size == COMES_AND_GOES and low < high / self.config.drift and turns >= COMES_AND_GOES // 4:
+            return self._unsteady(path, float(low), float(high))
         if norm >= limit:
             return self.near(norm < limit * self.config.release_factor, cause=path)
         message = (
@@ -361,6 +370,18 @@ class StarvedPlayer(Detector):
             f"{start:.2g} to {norm:.2g} (limit {limit:.2g}): that net has won and teaches nothing"
         )
         return self.found(path, norm, limit, message, cause=path, records=self.config.baseline_records)
+
+    def _unsteady(self, path: str, low: float, high: float) -> Finding:
+        message = (
+            f"the gradient of {path or 'the model'}, which reaches it through another net only, comes and goes: of the "
+            f"last {COMES_AND_GOES} records a quarter have less than {low:.2g}, a quarter more than {high:.2g} (limit "
+            f"{self.config.drift:.0f} times): what lies between the two nets is flat nearly everywhere"
+        )
+        advice = (
+            "look whether the answer's tanh or sigmoid is saturated: scale what the net is given to about 1 (a "
+            "normalisation of the observations), and begin with a small last layer"
+        )
+        return self.found(path, low, high / self.config.drift, message, advice=advice, cause=path)
 
 
 def _severity(layout: FlowLayout) -> Severity:

@@ -47,6 +47,8 @@ CALM_WAIT = 60
 """Steps that a jump has to come back in, where nothing but the loss is unusual; longer while it falls."""
 STRAINED_WAIT = 20
 """The same for a late jump of less than half of what was learned, where steps were unusual too."""
+STILL_RISES = 2
+"""So many times as long where it still rises: only behind its top can it come back."""
 LONGEST_WAIT = 400
 """However slowly it falls."""
 BACK = 0.5
@@ -257,9 +259,12 @@ class LossSpike(Detector):
         seen = list(after)
         now = median(seen[-2 * SPAN :])
         back = len(seen) >= 2 * SPAN and now <= level + (1 - BACK) * height
-        if not back and (len(seen) < waiting["wait"] or self._falls(seen)):
-            return None
         since, top, strained = int(waiting["since"]), waiting["top"], waiting["wait"] == STRAINED_WAIT
+        falls = _falls(seen[-CALM_WAIT:]) or _falls(seen[-CALM_WAIT // 2 :])
+        rises = _falls(seen[: -CALM_WAIT - 1 : -1])
+        moves = (falls and len(seen) < LONGEST_WAIT) or (rises and not strained and len(seen) < STILL_RISES * CALM_WAIT)
+        if not back and (len(seen) < waiting["wait"] or moves):
+            return None
         self.state["waiting"] = {}
         stays = not back and (strained or now > level + PARTLY_BACK * height)
         if stays and not (self._rivals and (now < LOUD * waiting["largest"] or waiting.get("free"))):
@@ -277,16 +282,6 @@ class LossSpike(Detector):
         advice = "nothing to do if data or targets change there; else look at the batches of these steps"
         calm = self.found("", top, level, message, advice=advice, severity="info", immediate=True, cause="calm")
         return self._counted("calm", calm)
-
-    @staticmethod
-    def _falls(seen: Sequence[float]) -> bool:
-        """Whether the second half of the losses since the jump is clearly below the first."""
-        if len(seen) >= LONGEST_WAIT:
-            return False
-        half = len(seen) // 2
-        early, late = seen[:half], seen[half:]
-        error = math.hypot(float(np.std(early)), float(np.std(late))) / math.sqrt(half)
-        return fmean(early) - fmean(late) > 2 * error
 
     def _told(self, record: Record, jump: _Jump, *, lately: bool) -> Finding | None:
         worst, limit = jump.judged, jump.judged.level + jump.judged.rise
@@ -349,3 +344,13 @@ class LossSpike(Detector):
             self.state["peak"] = max(self.state["peak"], rates[0])
         rates.append(rate)
         return restarted
+
+
+def _falls(losses: Sequence[float]) -> bool:
+    """Whether the second half of some losses is clearly below the first."""
+    half = len(losses) // 2
+    early, late = losses[:half], losses[half:]
+    if not half:
+        return False
+    error = math.hypot(float(np.std(early)), float(np.std(late))) / math.sqrt(half)
+    return fmean(early) - fmean(late) > 2 * error

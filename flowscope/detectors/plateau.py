@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from flowscope.config import WatchConfig
 from flowscope.detectors.detector import OUTCOME, WIRING, Array, Detector, Finding, said
 from flowscope.detectors.losses import PLAYERS, losses_of
 from flowscope.detectors.rates import updates_of, working
@@ -29,6 +30,9 @@ FLAT = 0.02
 """Where the means are known better than to this share, a loss that fell by less than it has not fallen."""
 CREEPS = 0.01
 """Weights that hardly move move a loss by less than this share; a small rate that teaches moves it by more."""
+
+MIXED = 0.1
+"""Choices whose levels of guessing differ by this share are several tasks (a last batch may hold fewer samples)."""
 
 SLOW = 1e-4
 """Weights that never move by more than this share of their norm a step are a tenth as fast as slow training is."""
@@ -55,9 +59,14 @@ class _Course(NamedTuple):
 
 
 def _learn(state: dict[str, Any], record: Record, losses: Array) -> None:
-    """Keep the first and the latest losses, and whether the run was seen from its start."""
+    """Keep the first and the latest losses, whether the run was seen from its start, and what they choose among."""
     if state["fresh"] is None:
         state["fresh"] = float(record.step == 0)
+    known = record.metrics.get("loss_classes")
+    if known is not None and known.size == 1:
+        cost = math.log(max(2.0, float(known[0]))) if math.isfinite(known[0]) else 0.0
+        first = state["choice"] = cost if state["choice"] is None else state["choice"]
+        state["mixed"] |= abs(cost - first) > MIXED * first
     state["window"].extend(losses.tolist())
     state["first"].extend(losses.tolist()[: BEGINNING - len(state["first"])])
 
@@ -70,6 +79,35 @@ def _course(state: dict[str, Any]) -> _Course | None:
     late = window[-len(window) // 2 :]
     error = math.hypot(float(first.std()) / math.sqrt(first.size), float(late.std()) / math.sqrt(late.size))
     return _Course(first.size, late.size, float(first.mean()), float(late.mean()), error)
+
+
+class _Chance(NamedTuple):
+    """A choice among classes near what guessing costs: the mean of its losses, the limit, whether they stay there."""
+
+    level: float
+    limit: float
+    stays: bool
+    words: str
+
+
+def _chance(state: dict[str, Any], record: Record, config: WatchConfig) -> _Chance | None:
+    """None where the loss chooses among no classes, or is far from the level of guessing."""
+    classes, window = classes_of(record), np.array(state["window"])
+    if not math.isfinite(classes) or window.size < 2 or state["mixed"]:
+        return None  # of tasks in turn each has a level of its own
+    chance, tolerance = math.log(max(2.0, classes)), config.plateau_drop
+    early, late = np.array_split(window, 2)
+    level, noise = float(window.mean()), 2 * float(window.std()) / math.sqrt(window.size)
+    if level < (1 - config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
+        return None
+    sure = state["seen"] >= SURE_STEPS
+    least = max(FALLING * chance * window.size / WINDOW, 2 * noise) if sure else noise / 2
+    limit = (1 - tolerance) * chance
+    words = (
+        f"the mean loss of the last {window.size} steps is {level:.3g} and does not fall: guessing among "
+        f"{classes:.0f} classes gives {chance:.3g} (limit {limit:.3g})"
+    )
+    return _Chance(level, limit, bool(level >= limit and early.mean() - late.mean() <= least), words)
 
 
 class TooSlow(Detector):
@@ -87,6 +125,8 @@ class TooSlow(Detector):
         "best": 0.0,
         "course": {},
         "fresh": None,
+        "choice": None,
+        "mixed": False,
         "seen": 0,
     }
 
@@ -100,26 +140,30 @@ class TooSlow(Detector):
         del header
         losses, state = losses_of(record), self.state
         _learn(state, record, losses)
-        state["seen"] = min(state["seen"] + losses.size, self.config.plateau_steps)
+        state["seen"] = min(state["seen"] + losses.size, max(SURE_STEPS, self.config.plateau_steps))
         updates = updates_of(record, state["course"])
         if updates is not None:
             state["best"] = max(state["best"], updates.overall, updates.usual)
         few = state["seen"] < self.config.plateau_steps or len(state["first"]) < BEGINNING
         if updates is None or losses.size == 0 or few or not state["fresh"]:
             yield self.unseen(cause="plateau")
-        elif state["best"] < SLOW:
-            yield from said(self._flat(steady=updates.working))
+        elif state["best"] < SLOW and (words := self._stays(record)):
+            yield from said(self._flat(words, steady=updates.working))
 
-    def _flat(self, *, steady: bool) -> Finding | None:
-        course = _course(self.state)
-        if course is None or not course.flat or course.level < (1 - CREEPS) * course.start:
-            return None
+    def _stays(self, record: Record) -> str:
+        """What the loss does where it does not fall, from its start or from what guessing costs; "" where it falls."""
+        course, chance = _course(self.state), _chance(self.state, record, self.config)
+        if course is not None and course.flat and course.level >= (1 - CREEPS) * course.start:
+            return f"the loss has not fallen: {course.words}"
+        return chance.words if chance is not None and chance.stays else ""
+
+    def _flat(self, words: str, *, steady: bool) -> Finding | None:
         if not steady:
             return self.near(True, cause="plateau")
         best = self.state["best"]
         message = (
             f"no step has changed the weights by more than {best:.2g} of their norm (limit {SLOW:.2g}; about 1e-3 is "
-            f"usual), and the loss has not fallen: {course.words}"
+            f"usual), and {words}"
         )
         advice = "raise the learning rate, or look at what scales the loss or its gradient down (a temperature, a clip)"
         return self.found("", best, SLOW, message, advice=advice, cause="plateau")
@@ -145,6 +189,8 @@ class LossPlateau(Detector):
         "rate": {},
         "seen": 0,
         "fresh": None,
+        "choice": None,
+        "mixed": False,
         "rivals": 0,
     }
 
@@ -163,29 +209,17 @@ class LossPlateau(Detector):
         if state["rivals"] >= PLAYERS:
             yield self.unseen()  # two players near their equilibrium guess
         elif math.isfinite(classes):
-            yield from said(self._at_chance(record, classes, steady=steady))
+            chance = _chance(state, record, self.config)
+            yield from said(None if chance is None else self._at_chance(chance, record, steady=steady))
         elif "loss_classes" in record.metrics:
             yield from said(self._at_start(record, steady=steady))
         else:
             yield self.unseen()
 
-    def _at_chance(self, record: Record, classes: float, *, steady: bool) -> Finding | None:
-        chance, tolerance = math.log(max(2.0, classes)), self.config.plateau_drop
-        window = np.array(self.state["window"])
-        early, late = np.array_split(window, 2)
-        level, noise = float(window.mean()), 2 * float(window.std()) / math.sqrt(window.size)
-        if level < (1 - self.config.release_factor * tolerance) * chance or level > (1 + CHANCE_ABOVE) * chance:
-            return None
-        sure = self.state["seen"] >= SURE_STEPS
-        least = max(FALLING * chance * window.size / WINDOW, 2 * noise) if sure else noise / 2
-        limit = (1 - tolerance) * chance
-        if level < limit or early.mean() - late.mean() > least or not steady:
+    def _at_chance(self, chance: _Chance, record: Record, *, steady: bool) -> Finding | None:
+        if not (chance.stays and steady):
             return self.near(True)
-        message = (
-            f"the mean loss of the last {window.size} steps is {level:.3g} and does not fall: guessing among "
-            f"{classes:.0f} classes gives {chance:.3g} (limit {limit:.3g}); {_steps(record)}"
-        )
-        return self.found("", level, limit, message)
+        return self.found("", chance.level, chance.limit, f"{chance.words}; {_steps(record)}")
 
     def _at_start(self, record: Record, *, steady: bool) -> Finding | None:
         """A loss without a level of guessing, which has never fallen though its noise would show it."""

@@ -13,7 +13,8 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from flowscope.detectors.detector import SIGNAL, Detector, Finding, pack, unpack
-from flowscope.detectors.losses import PLAYERS, losses_of
+from flowscope.detectors.losses import PLAYERS, RESTART, losses_of
+from flowscope.detectors.rates import largest_rate
 from flowscope.records import Record
 
 WINDOW = 60
@@ -30,6 +31,10 @@ FELL = 0.2
 """A run has learned something where its loss once was below its start by this share;"""
 KEPT = 0.5
 """it still knows it where the loss has given back less than this share of that."""
+HARMLESS = 0.02
+"""A rise by less than this share of all that was learned (a target copied after it was met) is no loss of it."""
+RECENT = 20
+"""So many records back a schedule's restart is looked for."""
 SURE = 2.0
 """Standard errors by which two means differ."""
 
@@ -43,11 +48,13 @@ class Progress:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"best": math.inf, "count": 0, "rivals": 0, "classes": math.nan}
-        self.state |= {"first": deque(maxlen=FEW // 4), "last": deque(maxlen=LONG)}
+        self.state |= {"first": deque(maxlen=FEW // 4), "last": deque(maxlen=LONG), "rates": deque(maxlen=RECENT)}
 
     def look(self, record: Record) -> None:
         """Learn from one more record."""
         state, losses = self.state, losses_of(record).tolist()
+        if math.isfinite(rate := largest_rate(record)):
+            state["rates"].append(rate)
         first, last = state["first"], state["last"]
         first.extend(losses[: first.maxlen - len(first)])
         last.extend(losses)
@@ -72,14 +79,23 @@ class Progress:
         if self.state["count"] < FEW:
             return bool(last[-1] != first[0] and median(last[-3:]) - first[0] <= EARLY * abs(first[0]))
         (fall, error), now = _fall(last[-WINDOW:]), median(last[-WINDOW // 2 :])
-        if math.isfinite(self.state["classes"]) and now > math.log(max(2.0, self.state["classes"])):
+        guessing = math.log(max(2.0, self.state["classes"])) if math.isfinite(self.state["classes"]) else math.inf
+        if now > guessing:
             return False
-        start, best = fmean(first), self.state["best"]
+        # to come down to guessing from a first loss far above it is no learning
+        start, best = min(fmean(first), guessing), self.state["best"]
         learned = start - best > FELL * abs(start) and start - now > KEPT * (start - best)
         if not learned and len(last) > 2 * WINDOW and math.isnan(self.state["classes"]):
             slow, noise = _fall(last)
             learned = slow > 2 * noise
-        return bool(fall > error or (learned and fall >= -error))
+        harmless = max(error, HARMLESS * (start - best))
+        return bool(fall > error or (learned and (-fall <= harmless or self._restarted())))
+
+    def _restarted(self) -> bool:
+        """Whether the schedule has raised the rate again: the loss rises with it."""
+        rates = list(self.state["rates"])
+        least = rates.index(min(rates)) if rates else 0
+        return bool(rates) and max(rates[least:]) > RESTART * rates[least]
 
     def judge(self, findings: list[Finding], detector: Detector) -> list[Finding]:
         """The findings of a detector: a symptom's warnings are notes where the run makes progress.

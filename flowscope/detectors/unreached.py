@@ -21,12 +21,13 @@ TURNS = 10
 """Where parameters of one optimizer take turns, one waits so many times as long for its first."""
 
 LOST = "put zero_grad() before backward() or behind optimizer.step(), and look for p.grad = None between the two"
+IN_PART = ("never", "zeros", "decay")
 CAUSES = {
     "lost": ("backward left gradients, and the optimizer found none: they were cleared in between", LOST),
     "zero": (
         "every gradient the optimizer found is exactly 0",
-        "look at the loss: a constant, a mask over everything, or, in 16 bits, gradients below their smallest number "
-        "(scale the loss with torch.amp.GradScaler)",
+        "look at the loss (a constant, a mask over everything) and at weights that are all 0 in two factors of one "
+        "product (LoRA: only B starts at 0). In 16 bits scale the loss with torch.amp.GradScaler",
     ),
     "backward": (
         "no backward pass ran between the forward and optimizer.step()",
@@ -55,7 +56,7 @@ class Unreached(Detector):
     """No gradient in anything the optimizers hold (error); in some of it, ever (warning, beyond half an error)."""
 
     kind, level = "no_gradient", WIRING
-    yields_to = frozenset({"no_gradient", "dead_units", "stale_parameters"})
+    yields_to = frozenset({"no_gradient", "dead_units", "stale_parameters", "symmetry"})
     shown_by = ("backward_calls", "param_grad_norm")
     # whether there ever was a gradient, who had one, whether they take turns, and who only ever had exact zeros
     begins_with: ClassVar[dict[str, Any]] = {"alive": False, "had": None, "turns": False, "zero": None}
@@ -66,19 +67,21 @@ class Unreached(Detector):
         return "unreached"
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
-        """One finding where nothing has a gradient; else one for what waits, one for what only decays."""
+        """One finding where nothing has a gradient; else for what waits, what gets zeros only, what only decays."""
         held = held_in(record)
         members = np.zeros(0, dtype=bool) if held is None else _looked_at(held)
         if held is None or not members.any():
-            yield from (self.unseen(cause=cause) for cause in ("none", "never", "decay"))
+            yield from (self.unseen(cause=cause) for cause in ("none", *IN_PART))
             return
         if not bool((held.gradient[members] > 0).any()):
             yield from said(self._none(held, members, record, header))
-            yield from (self.unseen(cause=cause) for cause in ("never", "decay"))
+            yield from (self.unseen(cause=cause) for cause in IN_PART)
             return
         self.state["alive"] = True
         self._learn(held)
-        yield from said(self._never(held, record, header), self._decays(held, record, header))
+        yield from said(
+            self._never(held, record, header), self._zeros(held, record, header), self._decays(held, record, header)
+        )
 
     def _none(self, held: Held, members: Flags, record: Record, header: RunHeader) -> Finding | None:
         cause = _cause(held, members, record, header)
@@ -95,6 +98,7 @@ class Unreached(Detector):
         self.state["turns"] = self.state["turns"] or bool((had & held.turn & ~now).any())
         self.state["had"] = (had | (held.turn & now)).astype(float)
         zero = _like(self.state["zero"], held.turn, 0.0)
+        self.state["turns"] = self.state["turns"] or bool((held.turn & (held.gradient == 0) & (zero < 0)).any())
         counted = np.where(held.turn & (held.gradient == 0) & (zero >= 0), zero + 1, zero)
         self.state["zero"] = np.where(held.gradient > 0, -1.0, counted)
 
@@ -130,6 +134,34 @@ class Unreached(Detector):
             records=1,
             cause="never",
         )
+
+    def _zeros(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
+        """Parameters whose gradient is there, and exactly 0 from the start on, while others learn."""
+        # a start from zero (LoRA, ReZero) has left it after one step
+        limit = NEVER_STEPS * (TURNS if self.state["turns"] else 1)
+        zeros = held.turn & held.still & (self.state["zero"] >= limit)
+        if zeros.any():  # a bias alone may cancel out (a loss of differences)
+            owners = np.array([module_of(parameter_name(record, header, row)) for row in range(zeros.size)])
+            zeros &= ~np.isin(owners, owners[held.held & ~zeros])
+        if not zeros.any():
+            return None
+        first, count, total = (
+            parameter_name(record, header, int(np.argmax(zeros))),
+            int(zeros.sum()),
+            int(held.held.sum()),
+        )
+        message = (
+            f"{count} of the {total} parameters that the optimizer holds have had a gradient of exactly 0 in all "
+            f"{int(self.state['zero'][zeros].min())} records since the start, and never moved, the first is {first}"
+        )
+        advice = (
+            f"look what multiplies the result of {module_of(first) or first} by 0 (a mask, the weight of its loss, a "
+            "factor or norm gain that starts at 0 and cannot move), or what feeds it zeros only"
+        )
+        return self.found(
+            module_of(first) or first, count, total, message, severity=part(count, total), advice=advice, records=1,
+            cause="zeros",
+        )  # fmt: skip
 
     def _decays(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
         ratio, zero = record.metrics.get("update_ratio"), self.state["zero"]

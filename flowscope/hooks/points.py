@@ -139,7 +139,10 @@ class AddedUp(PointMeasure):
 
     def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
         """Add the forward's sums and the gradient's."""
-        backward = self.of_gradient(gradient) if gradient is not None and self.gradient_powers else None
+        self.add(row, seen, self.of_gradient(gradient) if gradient is not None and self.gradient_powers else None)
+
+    def add(self, row: int, seen: Any, backward: Sums | None) -> None:
+        """Add them to a row."""
         if isinstance(seen, tuple) and isinstance(backward, tuple):
             self.buffer.add(row, self.at, seen + backward)  # their columns are neighbours
             return

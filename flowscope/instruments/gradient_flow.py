@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from flowscope.hooks.calls import PointKey
 from flowscope.hooks.points import AddedUp, FlowStep, Point
 from flowscope.metrics import Metric
+from flowscope.model.hidden_state import is_compiling
 from flowscope.record_builder import RecordBuilder
 from flowscope.sums import point_metrics, statistics
+from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.statistics import Sums
 
 _gradient = partial(Metric, view="Gradient", scale="log", of_gradient=True)
+_first = partial(Metric, view="Finiteness", unit="number of the call", healthy="missing", drawn=False)
 _count = partial(Metric, view="Finiteness", unit="count")
 METRICS = (
     _gradient(
@@ -61,6 +67,15 @@ METRICS = (
     ),
     _count("nonfinite", "Count of inf and NaN in the activation.", healthy="0", opens=True),
     _count("nonfinite_grad", "Count of inf and NaN in the gradient.", healthy="0", of_gradient=True),
+    _first(
+        "nonfinite_call",
+        "The point's first call of the step that held an inf or NaN. Missing where none did.",
+    ),
+    _first(
+        "nonfinite_grad_call",
+        "The same of the gradients that arrived at the point.",
+        of_gradient=True,
+    ),
     _count("backward_calls", "Gradients that arrived in the step."),
     _count("forward_calls", "Forward calls in the step."),
     _count("tracked_calls", "Forward calls whose output asked for a gradient."),
@@ -68,18 +83,46 @@ METRICS = (
 
 
 class Norms(AddedUp):
-    """Sum of squares, non-finite entries, and number of entries of x; of dL/dx, the last is its number of gradients."""
+    """Sum of squares, non-finite entries, number of entries of x, first bad call; of dL/dx, the third counts gradients.
 
-    columns = 3
-    gradient_powers = (2, 0, 0)
+    Which call of its point a tensor is tells what was bad first in time: a second micro-batch may go bad at a point
+    that lies before that of the first.
+    """
+
+    columns = 4
+    gradient_powers = (2, 0, 0, 0)
+
+    def __init__(self, buffer: DepositBuffer, at: int) -> None:
+        super().__init__(buffer, at)
+        self._calls: Counter[PointKey] = Counter()
+        self._arrived: Counter[PointKey] = Counter()
 
     def look(self, point: Point) -> Sums:
-        """[3] of a hidden state."""
-        return statistics.head(point.x, float(point.x.numel()))
+        """[4] of a hidden state."""
+        return statistics.head(point.x, float(point.x.numel()), self._weight(self._calls, point.key))
 
-    def of_gradient(self, gradient: Tensor) -> Sums:
-        """[3] of its gradient."""
-        return statistics.head(gradient, 1.0)
+    def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
+        """Add the sums of both."""
+        weight = self._weight(self._arrived, key)
+        self.add(row, seen, None if gradient is None else statistics.head(gradient, 1.0, weight))
+
+    @staticmethod
+    def _weight(calls: Counter[PointKey], key: PointKey) -> float:
+        """That of the next call; compiled code cannot count, its calls are taken for the first."""
+        if is_compiling():
+            return 0.0
+        calls[key] += 1
+        return statistics.weight_of_call(calls[key])
+
+    def forget(self) -> None:
+        """Calls are counted from 1 again."""
+        self._calls.clear()
+        self._arrived.clear()
+
+    def take(self) -> dict[PointKey, list[Tensor]]:
+        """Nothing; likewise."""
+        self.forget()
+        return {}
 
     def hide(self, row: int, *, entry: bool) -> None:
         """Only the squares are wrong: how often a gradient came is known."""

@@ -20,7 +20,7 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
-from flowscope.model.hidden_state import floating_tensors, is_compiling
+from flowscope.model.hidden_state import floating_tensors, is_compiling, nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
@@ -58,6 +58,21 @@ MISFITS = ("", "sigmoid twice", "softmax twice", "a sigmoid before the softmax",
 """What `loss_misfit` counts."""
 UNCOUNTED = 1 << 63
 """Nodes of leaves have no number of their own, but one above all others."""
+
+
+@dataclass
+class Outputs:
+    """What the model, or its parts, returned in a step, by the numbers of the outputs' nodes.
+
+    Attributes:
+        widths: the size of the last axis; 1 where there is one value a sample.
+        single: of one row, for how many samples it is the answer.
+        starts: of those that a part made of data alone, no other part before it: the part.
+    """
+
+    widths: dict[int, int] = field(default_factory=dict)
+    single: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, str] = field(default_factory=dict)
 
 
 class Objective(Instrument):
@@ -118,14 +133,12 @@ class Objective(Instrument):
     )
 
     def __init__(self) -> None:
-        self._ends: dict[int, int] = {}
+        self._outputs = Outputs()
         self._seen: ObjectiveGraph | None = None
         self._pass = -1
         self._direct: frozenset[int] = frozenset()
         """The outputs that the loss of the pass under way is made of."""
         self._through: set[str] = set()
-        self._starts: dict[int, str] = {}
-        """Outputs that a part made of data alone, no other part before it: the part, by the output's number."""
         self._inside_loss = False
         """Whether the model returned a single number: the loss, or a part of it."""
         self._updated = self._arrived_here = self._rivals = self._inside = False
@@ -153,12 +166,14 @@ class Objective(Instrument):
         found = [x for x in floating_tensors(output) if x.grad_fn is not None]
         numbers = [sequence_number(x.grad_fn) for x in found[:OUTPUTS]]
         if path and not any(x.requires_grad for x in floating_tensors((args, kwargs))):
-            self._starts.update(dict.fromkeys(numbers, path))
+            self._outputs.starts.update(dict.fromkeys(numbers, path))
         for x, number in zip(found, numbers, strict=False):
             if not x.dim():
                 self._inside_loss = True
             elif number < UNCOUNTED:
-                self._ends[number] = int(x.shape[-1]) if x.dim() > 1 else 1
+                self._outputs.widths[number] = int(x.shape[-1]) if x.dim() > 1 else 1
+                if x.shape[0] == 1 and (given := rows_of((args, kwargs))) > 1:
+                    self._outputs.single[number] = given
         if numbers and numbers[0] < UNCOUNTED:
             # of several outputs any may be what the loss is made of: the first to arrive is looked at
             for x, number in zip(found, numbers, strict=False):
@@ -184,7 +199,7 @@ class Objective(Instrument):
         self._arrived_here = True
         self._rivals |= second
         if len(roots) == 1 and (second or self._seen is None):
-            graph = read_graph(roots[0], self._ends, self._starts, self._theirs)
+            graph = read_graph(roots[0], self._outputs, self._theirs)
             self._direct, graph.inside = graph.ends, self._inside_loss
             self._rivals |= graph.several or graph.judged
             self._through |= {""} if graph.judged else set()
@@ -215,7 +230,7 @@ class Objective(Instrument):
         self._seen = None
 
     def _forget(self) -> None:
-        self._ends, self._starts, self._seen, self._through, self._inside_loss = {}, {}, None, set(), False
+        self._outputs, self._seen, self._through, self._inside_loss = Outputs(), None, set(), False
         self._updated = self._arrived_here = False
 
     @staticmethod
@@ -235,9 +250,15 @@ class Objective(Instrument):
         for name, value in found.items():
             out.add(name, np.array([value]), ("",))
         if graph.broadcast is not None:
-            (rows, *columns), wide = graph.broadcast
-            shape = np.array([rows, *(columns or [0]), *wide], dtype=np.float64)
+            one, wide = ((*shape, 0)[:2] for shape in graph.broadcast)
+            shape = np.array([*one, *wide], dtype=np.float64)
             out.add("loss_broadcast", shape, ("rows", "columns", "rows in the loss", "columns in the loss"))
+
+
+def rows_of(given: Any) -> int:
+    """How many samples a call was given: the first axis of the first tensor; 0 where there is none."""
+    first = next((x for x in nested_tensors(given) if x.dim()), None)
+    return 0 if first is None else int(first.shape[0])
 
 
 def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -258,7 +279,8 @@ class ObjectiveGraph:
     Attributes:
         classes: C of the one choice among classes, NaN where there is none or several, or its cost is a sum.
         misfit: an index of `MISFITS`.
-        broadcast: the shape of an operand with one value a sample, (B,) or (B, 1), and (B, B), what it became.
+        broadcast: the shape of an operand with one value a sample, (B,) or (B, 1), and (B, B), what it became; or of
+            the one row that the model answered for B samples, (1, ...), and (B, ...).
         compares: whether outputs of several calls meet before they are summed up.
         choices: C of each choice among classes.
         ends: the outputs that the loss is made of, by their nodes' numbers.
@@ -278,20 +300,17 @@ class ObjectiveGraph:
     judged: bool = False
 
 
-def read_graph(
-    root: Any, ends: dict[int, int], starts: Mapping[int, str], theirs: Callable[[], set[int]]
-) -> ObjectiveGraph:
+def read_graph(root: Any, outputs: Outputs, theirs: Callable[[], set[int]]) -> ObjectiveGraph:
     """Walk from the loss to the model's outputs.
 
     Args:
         root: the loss's node.
-        ends: the number of each output's node in this step -> the size of its last axis (1: one value a sample)
-            none where the model returns nothing but the loss.
-        starts: the number of an output -> the part of the model that made it of data alone.
+        outputs: what the model returned in this step; no widths where that is nothing but the loss.
         theirs: the ids of the parameters that optimizers of other models hold; asked where there are any.
     """
+    ends = outputs.widths
     out = ObjectiveGraph()
-    sides = Sides(starts, theirs)
+    sides = Sides(outputs.starts, theirs)
     reached: dict[int, frozenset[int]] = {}
     by_direction = summed = False
     for node, parents in _between(root, ends):
@@ -301,7 +320,9 @@ def read_graph(
             out.choices.append(_classes(name, children))
             out.misfit = out.misfit or _misfit(name, children)
         if out.broadcast is None:
-            out.broadcast = _broadcast(node, name, children, parents)
+            out.broadcast = _broadcast(node, name, children, parents) or _one_row(
+                node, name, children, parents, outputs.single
+            )
         number = sequence_number(node)
         calls = frozenset([number]) if number in ends else frozenset()
         for child in children:
@@ -326,7 +347,8 @@ class Sides:
     """Whose answer a loss is: what comes together on its way from the outputs up.
 
     Args:
-        starts, theirs: as in `read_graph`.
+        starts: as in `Outputs`.
+        theirs: as in `read_graph`.
     """
 
     def __init__(self, starts: Mapping[int, str], theirs: Callable[[], set[int]]) -> None:
@@ -459,6 +481,24 @@ def _broadcast(
         alike = len(small) == 2 and output_shape(small[0]) == output_shape(small[1])
         meant |= alike
     return None if meant else (output_shape(small[0]), shape)
+
+
+def _one_row(
+    node: Any, name: str, children: list[Any], parents: list[Any], single: Mapping[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """One answer for all samples that is compared with a target of each."""
+    if not single or not (name.startswith(("Sub", "Rsub", "Expand", *PAIRED))):
+        return None
+    shape = output_shape(node)
+    if name.startswith("Expand") and not any(parent.name().startswith(PAIRED) for parent in parents):
+        return None  # on purpose
+    for child in children:
+        inner = _same_numbers(child)
+        samples = 0 if inner is None else single.get(sequence_number(inner), 0)
+        one = () if child is None else output_shape(child)
+        if samples > 1 and one[:1] == (1,) and len(one) == len(shape) and shape[0] == samples:
+            return one, shape
+    return None
 
 
 def _summed(node: Any) -> bool:

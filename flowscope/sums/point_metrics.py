@@ -17,7 +17,9 @@ def flow_metrics(rows: Array) -> dict[str, Array]:
     grad_norm [P] = |dL/dx_l|; grad_rms [P] = grad_norm / sqrt(elements); gain [L] = grad_norm[l-1] / grad_norm[l];
     gradient_product [P] = grad_norm[l] / grad_norm[last point with a gradient that is not zero], NaN behind that;
     act_rms [P];
-    nonfinite, nonfinite_grad [P] counts of non-finite entries of x_l and dL/dx_l; backward_calls [P].
+    nonfinite, nonfinite_grad [P] counts of non-finite entries of x_l and dL/dx_l; nonfinite_call,
+    nonfinite_grad_call [P] the first call of the point in the step that had any, missing where none had;
+    backward_calls [P].
     Norms run over all sequences, micro-batches and calls of the step.
     """
     with np.errstate(all="ignore"):
@@ -29,7 +31,9 @@ def flow_metrics(rows: Array) -> dict[str, Array]:
         given = np.flatnonzero(grad_norm > 0)
         end = given[-1] if len(given) else len(grad_norm) - 1
         product = np.where(np.arange(len(grad_norm)) <= end, grad_norm / grad_norm[end], np.nan)
-        return {
+        calls = {"nonfinite_call": s.CALL_BAD, "nonfinite_grad_call": s.GRAD_CALL_BAD}
+        first = {name: s.first_of_calls(rows[:, at]) for name, at in calls.items() if bool((rows[:, at] > 0).any())}
+        return first | {
             "grad_norm": grad_norm,
             "grad_rms": np.sqrt(grad_square / elements),
             "gain": grad_norm[:-1] / grad_norm[1:],

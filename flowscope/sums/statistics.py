@@ -19,17 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+EARLIER = 1024.0
+"""A bad call weighs so much more than the next one: of a sum over ranks (fewer than that) the first can be read off."""
+CALLS_APART = 100
+"""So many calls of a point are told apart: beyond, a weight is no number any more."""
 OCTAVES_BELOW = 20
 """1 - cos is resolved down to 2^-20; what is smaller falls into bucket 0."""
 BUCKETS_PER_OCTAVE = 4
 BUCKETS = (OCTAVES_BELOW + 1) * BUCKETS_PER_OCTAVE + 1
 
 # Columns of one row of the deposit buffer: norms, then what is compared with other points, from TO_INPUT on.
-SQUARE, NONFINITE, ELEMENTS = 0, 1, 2
-GRAD_SQUARE, GRAD_NONFINITE, BACKWARDS = 3, 4, 5
-TO_INPUT, TO_INPUT_COUNT, TOKEN, TOKEN_COUNT, BRANCH_SQUARE, CARRY_SQUARE = 6, 7, 8, 9, 10, 11
-SAMPLE, SAMPLE_COUNT = 12, 13
-HISTOGRAM = 14
+SQUARE, NONFINITE, ELEMENTS, CALL_BAD = 0, 1, 2, 3
+GRAD_SQUARE, GRAD_NONFINITE, BACKWARDS, GRAD_CALL_BAD = 4, 5, 6, 7
+TO_INPUT, TO_INPUT_COUNT, TOKEN, TOKEN_COUNT, BRANCH_SQUARE, CARRY_SQUARE = 8, 9, 10, 11, 12, 13
+SAMPLE, SAMPLE_COUNT = 14, 15
+HISTOGRAM = 16
 COLUMNS = HISTOGRAM + BUCKETS
 
 
@@ -176,20 +180,33 @@ def _norm_in_rows(flat: Tensor) -> float:
     return math.hypot(float(torch.linalg.vector_norm(rows, dtype=torch.float64)), rest)
 
 
-def head(x: Tensor, third: float) -> Sums:
-    """Return [3]: the fp64 sum of squares of x, the number of its non-finite entries, and the constant `third`.
+def head(x: Tensor, third: float, weight: float = 0.0) -> Sums:
+    """Return [4]: the fp64 sum of squares of x, the number of its non-finite entries, and the constant `third`.
 
-    The count is of x - x, which is 0 or NaN. On the host it is only made where the norm is not finite: fp64 squares of
-    fp32 entries cannot overflow.
+    Last comes `weight` where an entry is not finite, else 0 (`weight_of_call`). The count is of x - x, which is 0 or
+    NaN. On the host it is only made where the norm is not finite: fp64 squares of fp32 entries cannot overflow.
     """
     x = real(x)
     if is_host(x):
         norm = host_norm(x)
         safe = math.isfinite(norm) and x.dtype != torch.float64
-        return norm * norm, 0.0 if safe else float(torch.count_nonzero(x - x)), third
+        count = 0.0 if safe else float(torch.count_nonzero(x - x))
+        return norm * norm, count, third, weight * (count > 0)
     wide_norm = torch.linalg.vector_norm(x, dtype=wide(x.device))
     nonfinite = torch.count_nonzero(x - x).to(wide_norm.dtype)
-    return torch.stack([wide_norm * wide_norm, nonfinite, torch.full_like(wide_norm, third)])
+    return torch.stack([wide_norm * wide_norm, nonfinite, torch.full_like(wide_norm, third), (nonfinite > 0) * weight])
+
+
+def weight_of_call(call: int) -> float:
+    """The weight of a point's call, counted from 1: sums of them show the first (`first_of_calls`)."""
+    return EARLIER ** -min(call - 1, CALLS_APART)
+
+
+def first_of_calls(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The first call in each of some sums of weights, over calls and ranks; NaN where there is none."""
+    with np.errstate(divide="ignore"):
+        calls = 1 - np.floor(np.log2(sums) / math.log2(EARLIER))
+    return np.where(sums > 0, calls, np.nan)
 
 
 def nonfinite_count(x: Tensor) -> Tensor:

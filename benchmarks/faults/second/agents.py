@@ -574,7 +574,7 @@ def tiny_clip(seed: int, faulty: bool, watch: Watch) -> float:
     """A policy gradient with plain SGD; the norm is clipped at 1e-6 (a default of another unit)."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(16, 48), nn.LayerNorm(48), nn.ReLU(), nn.Linear(48, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scope = watch(net, optimizer)
     for _ in range(400):
         world, chances, landed = Catch(24), [], False
@@ -633,8 +633,8 @@ PROGRAMS = [
         "rl_entropy_sign",
         "policy gradient with `loss + beta * entropy`",
         entropy_sign,
-        bar=0.5,
-        low=0.35,
+        bar=0.65,
+        low=0.5,
         fault="entropy is minimised: the policy is certain before it knows anything, and learns no more",
         kinds=frozenset({"vanishing_gradient", "update_too_small", "saturation", "constant_output", "loss_plateau"}),
         starts=10,

@@ -622,7 +622,7 @@ PROGRAMS = [
     Program("gen_vq_vae", "zalandoresearch/pytorch-vq-vae", vq_vae, -0.5),
     Program("gen_gumbel_vae", "YongfeiYan/Gumbel_Softmax_VAE with an annealed temperature", gumbel_vae, -0.8),
     Program("gen_beta_vae_annealed", "1Konny/Beta-VAE with an annealed weight of the KL term", beta_vae, -0.85),
-    Program("gen_real_nvp", "RealNVP on two moons, as in senya-ashukha/real-nvp-pytorch", real_nvp, -1.6),
+    Program("gen_real_nvp", "RealNVP on two moons, as in senya-ashukha/real-nvp-pytorch", real_nvp, -2.2),
     Program("gen_ddpm_average", "tanelp/tiny-diffusion with averaged weights", ddpm, -0.03),
     Program(
         "gen_rbm_contrastive",

@@ -294,7 +294,7 @@ def temperature_inverted(seed: int, faulty: bool, watch: Watch) -> float:
     torch.manual_seed(seed)
     data = digits()
     model = TwoTowers(50.0 if faulty else 1 / 50.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     words = captions(data.x, data.y)
     scope = watch(model, optimizer)
     for _ in range(300):

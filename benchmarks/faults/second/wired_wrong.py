@@ -483,7 +483,7 @@ PROGRAMS = [
         "head_replaced",
         "torchvision fine-tuning: optimizer before the new head",
         head_replaced,
-        bar=0.9,
+        bar=0.8,
         fault="the optimizer holds the head that was replaced, not the one in use",
         kinds=UNTRAINED,
         place=r"^linear",
