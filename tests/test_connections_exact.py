@@ -223,12 +223,14 @@ def test_attention_residuals_read_all_that_came_before(mode: str, options: dict[
             for parameter in connection.parameters():
                 parameter.add_(torch.randn_like(parameter))
     layers = [layer for block in model for layer in (block.a, block.b)]
-    reads = [read for _, connection in flowscope.connections(model) for read in connection.site]
+    reads = [dict(c.read.items()).get(str(k)) for _, c in flowscope.connections(model) for k in range(2)]
+    assert [read is None for read in reads] == [True] + [False] * 5  # the first has but one source
     blocks, partial = [x], None
     with torch.no_grad():
         for number, (layer, read) in enumerate(zip(layers, reads, strict=True)):
             sources = blocks if partial is None else [*blocks, partial]
-            f = torch.tanh(layer.linear(layer.norm(depth_read(sources, read.query, read.norm.weight))))
+            h = x if read is None else depth_read(sources, read.query, read.norm.weight)
+            f = torch.tanh(layer.linear(layer.norm(h)))
             partial = f if partial is None else partial + f
             if (number + 1) % size == 0 or number == 5:
                 blocks, partial = [*blocks, partial], None

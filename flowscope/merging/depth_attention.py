@@ -73,7 +73,8 @@ class AttentionResidualsConnection(StreamConnection):
         self.size = self.sites_a_source(context, options)
         super().__init__(context, options, self.source_of(context.between - 1) + 1, "sum")
         self.behind = context.behind
-        self.site = nn.ModuleList(DepthRead(context) for _ in range(self.sites))
+        reads = [site for site in range(self.sites) if self.sources_at(site) > 1]  # one source needs no choice
+        self.read = nn.ModuleDict({str(site): DepthRead(context) for site in reads})
         self.output = DepthRead(context) if self.last else None
 
     @classmethod
@@ -98,6 +99,11 @@ class AttentionResidualsConnection(StreamConnection):
     def source_of(self, number: int) -> int:
         """Return the source that the output of a sub-layer is added to, counted from where streams begin."""
         return number // self.size + 1
+
+    def sources_at(self, site: int) -> int:
+        """Return how many sources a site reads; that under way is empty until its first branch."""
+        number = self.behind + site
+        return self.source_of(number) + (number % self.size > 0)
 
     def expand(self, x: Tensor) -> Tensor:
         """Return x and, in the places of what comes, zeros."""
@@ -133,10 +139,11 @@ class AttentionResidualsConnection(StreamConnection):
 
     def _read(self, site: int, streams: Tensor, shape: torch.Size) -> tuple[Tensor, State]:
         """Return the read of a site, and the sources [M, S, D] with it."""
-        number = self.behind + site
-        # the source under way is empty until its first branch
-        count = self.source_of(number) + (number % self.size > 0)
-        h, weights = self.site[site](streams[:, :count])
+        count = self.sources_at(site)
+        if count > 1:
+            h, weights = self.read[str(site)](streams[:, :count])
+        else:
+            h, weights = streams[:, 0], torch.ones_like(streams[:, :1, 0])
         given = self.features_back(h.view(*shape, self.features))
         if self.observer is not None:
             self.observe(site, "branch_input", given)
