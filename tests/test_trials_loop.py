@@ -303,7 +303,8 @@ def test_losses_over_true_and_made_up_samples_are_two_terms(terms: bool) -> None
     assert (status, "2 times" in message) == (("pass", False) if terms else ("fail", True))
 
 
-def test_two_losses_of_one_pass_that_keep_its_graph_are_played_whole() -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_two_losses_of_one_pass_that_keep_its_graph_are_played_whole(alike: bool) -> None:
     model, (x, y) = classifier(), rows()[0]
     head = nn.Linear(3, 2)
     tape = Tape()
@@ -313,7 +314,7 @@ def test_two_losses_of_one_pass_that_keep_its_graph_are_played_whole() -> None:
     first = F.cross_entropy(z, y)
     tape.backward(first, keeps_graph=True)
     first.backward(retain_graph=True)
-    second = head(z).square().mean()
+    second = F.cross_entropy(z, y.flip(0)) if alike else head(z).square().mean()
     tape.backward(second)
     second.backward()
     tape.close()
@@ -327,11 +328,11 @@ def test_two_losses_of_one_pass_that_keep_its_graph_are_played_whole() -> None:
 def test_a_step_whose_weights_change_between_its_passes_is_not_judged(moved: bool) -> None:
     """Sharpness-aware minimisation steps with the gradient of the second pass, taken elsewhere."""
     model, (x, y) = classifier(), rows()[0]
-    passes = [recorded(lambda: F.cross_entropy(model(x), y), model)]
+    passes = [recorded(lambda: F.cross_entropy(model(x), y) / 2, model)]
     with torch.no_grad():
         model[0].weight.add_(0.1 if moved else 0.0)
-    loss = F.cross_entropy(model(x), y)
-    passes.append(recorded(lambda: F.cross_entropy(model(x), y), model))
+    loss = F.cross_entropy(model(x), y) / 2
+    passes.append(recorded(lambda: F.cross_entropy(model(x), y) / 2, model))
     loss.backward()
     with torch.no_grad():
         model[0].weight.sub_(0.1 if moved else 0.0)

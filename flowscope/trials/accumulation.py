@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowscope.errors import CannotJudgeError
-from flowscope.trials.bench import Bench, Step, batch_tensors
+from flowscope.trials.bench import Bench, Step
 from flowscope.trials.criteria import CLASSES, Criterion, criteria
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -138,7 +137,7 @@ class Accumulation(Trial):
 def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
     """What each micro-batch weighs; None where its loss is not one loss function's mean times a factor."""
     weights, targets = [], set()
-    if len({getattr(batch, "program", None) for batch in step.batches}) > 1 or _same_samples(step):
+    if len({getattr(batch, "program", None) for batch in step.batches}) > 1 or _share_a_pass(step):
         return None
     for batch in step.batches:
         loss, found, _ = criteria(bench, batch)
@@ -153,11 +152,10 @@ def weights_of(bench: Bench, step: Step) -> list[Weight] | None:
     return None if len(targets) > 1 and None not in targets else weights
 
 
-def _same_samples(step: Step) -> bool:
-    """Whether two passes of a step are of the same batch: then they are two terms, or two looks at one loss."""
-    held = [[x for x in batch_tensors(batch) if x.numel() > 1] for batch in step.batches]
-    pairs = itertools.combinations([tensors for tensors in held if tensors], 2)
-    return any(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in pairs)
+def _share_a_pass(step: Step) -> bool:
+    """Whether two losses of a step come from one forward pass, whose graph was kept: they are terms of one loss."""
+    passes = [id(event) for batch in step.batches for event in getattr(batch, "events", ())]
+    return len(set(passes)) < len(passes)
 
 
 def _only_value(target: Tensor) -> float | None:
