@@ -348,6 +348,28 @@ def test_recorded_numbers_are_those_of_the_tensors(record: Callable[..., Path]) 
     assert told["exact_modules"][-1, 1] == fingerprints(model(x).detach()[None])[0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the compiler itself
+def test_the_gradient_of_a_view_is_told_with_the_shape_of_the_view(tmp_path: Path) -> None:
+    """A Linear of [B, T, D] returns a view of its product [B T, D], whose gradient eager code sees."""
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        stack = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)]
+        model = torch.nn.Sequential(*stack, torch.nn.Linear(8, 5))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with flowscope.watch(model, optimizer, log_dir=tmp_path / name, config={"console": "off"}):
+            if name == "compiled":
+                torch.compiler.reset()
+                model.compile(backend="aot_eager")
+            x = torch.randn(3, 4, 8)
+            torch.nn.functional.cross_entropy(model(x).flatten(0, 1), torch.arange(12) % 5).backward()
+            optimizer.step()
+    eager, compiled = (read_run(tmp_path / name).records[0] for name in ("eager", "compiled"))
+    assert eager.labels("exact_gradients") == compiled.labels("exact_gradients")
+    assert "3" in eager.labels("exact_gradients"), "the head is a point"
+    np.testing.assert_array_equal(eager["exact_gradients"][:, 0], compiled["exact_gradients"][:, 0])
+    assert flowscope.bisect(tmp_path / "eager", tmp_path / "compiled").phase is None
+
+
 def test_an_empty_shard_adds_nothing() -> None:
     assert not row_fingerprints(torch.zeros(1, 0, 3), [(9, 0)]).any()
 

@@ -50,17 +50,19 @@ class ExactPoints(AddedUp):
         # compiled: the same in all sampled steps, so that there are two graphs
         return not (is_compiling() or self._switch.exact)
 
-    def look(self, point: Point) -> tuple[Tensor, AxisReader] | None:
+    def look(self, point: Point) -> tuple[Tensor, AxisReader, torch.Size] | None:
         """[COLUMNS] of a hidden state, and how its gradient is laid out."""
-        return None if self._off() else (_fingerprint(point.x, point.reader), point.reader)
+        return None if self._off() else (_fingerprint(point.x, point.reader), point.reader, point.x.shape)
 
     def deposit(self, key: PointKey, row: int, seen: Any, gradient: Tensor | None) -> None:
         """Add both."""
         if seen is None:
             return
-        states, reader = seen
+        states, reader, shape = seen
         self.buffer.add(row, self.at, states)
         if gradient is not None:
+            if gradient.dim() < len(shape) and gradient.shape[-1] == shape[-1]:
+                gradient = gradient.reshape(shape)  # of the product [B T, D] that a Linear's output is a view of
             self.buffer.add(row, self.at + self.columns, _fingerprint(gradient, reader))
 
     def read(self, out: RecordBuilder, flow: FlowStep) -> None:
