@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 export OMP_NUM_THREADS := 1
 
 .PHONY: demo test browser check format bench scripts corpus trials corridor parting harm rivals screenshots depth-study \
-	docs clean
+	gallery docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -70,6 +70,10 @@ rivals: $(VENV)/.ready-dev
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py
 	$(BIN)/python examples/screenshots.py
+
+# twelve sick runs and their cures: about ten minutes on one core
+gallery: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.gallery
 
 depth-study: $(VENV)/.ready-dev
 	$(BIN)/python examples/depth_study.py

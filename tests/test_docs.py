@@ -29,6 +29,7 @@ DOCUMENTS = (
     "docs/index.md",
     "docs/guide.md",
     "docs/moved.md",
+    "docs/gallery.md",
     "docs/metrics.md",
     "docs/how-it-works.md",
     "docs/write-your-own.md",

@@ -351,3 +351,38 @@ def test_a_script_nobody_here_wrote(tmp_path: Path) -> None:
     assert len(found) > 3
     assert all(json.loads(line)["type"] for line in found[0].read_text().splitlines())
     assert "switched off" not in result.stderr
+
+
+NAN_AT_THREE = SCRIPT.replace("loss = net(x)", "loss = (float('nan') if step == 3 else 1) * net(x)")
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked", "status"),
+    [
+        ("return 0", ["--fail-on", "error"], 1),
+        ("return 0", ["--fail-on", "vanishing_gradient", "--fail-on", "non_finite"], 1),
+        ("return 0", ["--fail-on", "vanishing_gradient"], 0),
+        ("return 0", [], 0),
+        ("return 3", ["--fail-on", "error"], 3),  # a script that fails keeps its own status
+    ],
+)
+def test_an_alert_fails_a_script_that_is_asked_to(ends: str, asked: list[str], status: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(NAN_AT_THREE.replace("return 3", ends))
+    done = python("-m", "flowscope", "run", "--log-dir", "run", *asked, path, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert ("status 1, as --fail-on asks: non_finite at step 3" in done.stderr) == (status == 1)
+
+
+def test_waiting_for_an_alert_that_cannot_come_and_a_folder_that_is_taken_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    done = python("-m", "flowscope", "run", "--fail-on", "eror", path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Did you mean 'error'?" in done.stderr
+    assert done.stdout == ""
+    for _ in range(2):
+        done = python("-m", "flowscope", "run", "--log-dir", "a", path, cwd=tmp_path)
+        assert done.returncode == 3
+    assert f"the run is in {tmp_path / 'a-2'}" in done.stderr
+    assert len(read_run(tmp_path / "a").records) == len(read_run(tmp_path / "a-2").records) > 0

@@ -153,7 +153,7 @@ export class App {
       this.table.update(this.runs, this.chosen.runs, (name) => this.colourOf(name));
     } else this.parts["runs-table"].replaceChildren();
     const cards = runs.length > MOST_CARDS ? el("p", { class: "quiet" }, `${runs.length} runs are shown; the table says how each went.`) : runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left.");
-    this.parts.state.replaceChildren(...differing(runs), cards);
+    this.parts.state.replaceChildren(cards, ...differing(runs));
     const loss = lossFigure(runs, (name) => this.colourOf(name), this.chosen.smooth);
     replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), this.smoothing(), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
