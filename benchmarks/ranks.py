@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py                       starts its two processes itself
     python benchmarks/ranks.py --pairs 200 --write docs/scale.md
+    python benchmarks/ranks.py --tree docs/images/ranks.svg     a thousand ranks without a training, in one process
 
 As in overhead.py, every variant has its own model and steps once in each round, in rotating order (the same on both
 ranks), and a ratio is formed within the round. The bare variant runs twice: its ratio to itself is the error.
@@ -26,6 +27,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flowscope
+from flowscope.ranks.node import Node
+from flowscope.ranks.wire import Table
+from flowscope.sums.buffer import HostCopy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from byte_lm import ByteLM
@@ -89,19 +93,63 @@ def depths(pairs: int) -> list[str]:
     return lines
 
 
-def sums() -> list[str]:
-    """One SUM of fp64 numbers on two processes of this machine."""
-    lines = ["| bytes | median | quartiles |", "|---|---|---|"]
-    for size in (8_000, 80_000, 800_000, 8_000_000):
-        vector = torch.zeros(size // 8, dtype=torch.float64)
-        seconds = []
-        for _ in range(60):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(vector)
-            seconds.append(time.perf_counter() - start)
-        low, middle, high = (1e3 * q for q in np.quantile(seconds[10:], (0.25, 0.5, 0.75)))
-        lines.append(f"| {size:,} | {middle:.2f} ms | {low:.2f} to {high:.2f} |")
+def tree(count: int, sums: int = 20, size: int = 3336) -> tuple[float, float, float]:
+    """Ranks without a training, all in this process: each a node with a thread and sockets of its own.
+
+    Args:
+        count: how many.
+        sums: so many are made, one after the other.
+        size: numbers of a sum: those of the benchmark's model.
+
+    Returns:
+        Milliseconds a sum: processor time a rank, of it what its training's thread spends, and until all have it.
+    """
+    table = Table((("numbers", size, False),))
+    nodes = [Node(place, count, "127.0.0.1", "benchmark") for place in range(count)]
+    for node in nodes:
+        above = node.gathering.parent
+        node.start(nodes[above].address if above >= 0 else "")
+    numbers = torch.ones(size, dtype=torch.float64)
+    own, waits, begin = 0.0, [], 0.0
+    for number in range(sums + 3):
+        if number == 3:  # connections, tables
+            begin, own = time.process_time(), 0.0
+        start, spent = time.perf_counter(), time.thread_time()
+        for node in nodes:
+            node.enter((number, 0, 0), table, HostCopy([numbers]))
+        own += time.thread_time() - spent
+        for node in nodes:
+            _, total = node.inbox.outcome((number, 0, 0), 60.0)
+            assert total is not None
+            assert total.numbers[0] == count
+        waits.append(time.perf_counter() - start)
+    used = time.process_time() - begin
+    for node in nodes:
+        node.inbox.left or node.leave("done")
+    for node in nodes:
+        node.close()
+    return 1e3 * used / sums / count, 1e3 * own / sums / count, 1e3 * float(np.median(waits[3:]))
+
+
+def trees(path: Path | None) -> list[str]:
+    """The same for more and more ranks, as a table and as a plot."""
+    counts = (2, 8, 32, 128, 512, 1000)
+    found = [tree(count) for count in counts]
+    lines = ["| ranks | ms of processor a rank | of it in the training's thread | ms until all have it, one machine |"]
+    lines += ["|---|---|---|---|"]
+    lines += [
+        f"| {n} | {used:.3f} | {own:.3f} | {wait:.1f} |" for n, (used, own, wait) in zip(counts, found, strict=True)
+    ]
+    if path is not None:
+        from matplotlib.figure import Figure
+
+        axes = (figure := Figure(figsize=(6, 3.4), layout="constrained")).add_subplot()
+        axes.plot(counts, [used for used, _, _ in found], "o-", label="a rank's processor time")
+        axes.plot(counts, [own for _, own, _ in found], "s-", label="of it in the training's thread")
+        axes.axhline(1.0, color="0.5", linestyle="--", label="budget")
+        axes.set(xscale="log", xlabel="ranks", ylabel="ms a sampled step", ylim=(0, None))
+        axes.legend()
+        figure.savefig(path, metadata={"Date": None})
     return lines
 
 
@@ -109,7 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--write", type=Path, help="put the tables between the marks of this page")
+    parser.add_argument("--tree", type=Path, help="only the sums of up to a thousand ranks, drawn to this file")
     arguments = parser.parse_args()
+    if arguments.tree is not None:
+        print(*trees(arguments.tree), sep="\n")
+        return
     if "RANK" not in os.environ:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -119,7 +171,6 @@ def main() -> None:
     sections = {
         "The step": steps(arguments.pairs),
         "Bytes of a sum": depths(2),
-        "One sum on two processes of one machine": sums(),
     }
     if dist.get_rank() == 0:
         text = "\n".join("\n".join([f"### {title}", "", *lines, ""]) for title, lines in sections.items())

@@ -5,8 +5,8 @@ Axis letters: R rows, C columns, P points of a flow.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from flowscope.hooks.flow_observer import FlowObserver
 from flowscope.instruments.instrument import Array, table_rows
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.payload import Part, Sharing, flat, from_host
-from flowscope.sums.statistics import BACKWARDS
+from flowscope.sums.statistics import BACKWARDS, wide
 
 CALLS = 2
 """Behind a row's columns: how often its point was called, and how often it could give a gradient."""
@@ -83,29 +83,47 @@ class PointRows:
             Place(flow, key, row) for flow in self._flows for key, row in flow.seen.numbers.items() if row < count
         ]
         known = sorted((place for place in places if place.row < self._fixed), key=lambda place: place.row)
-        parts = [self._part("points", known, total, sharing, fixed=True)] if known else []
+        parts = self._parts("points", known, total, sharing, fixed=True) if known else []
         for place in places:
             if place.row >= self._fixed:
-                parts.append(self._part(f"point {place.flow.flow.name} {place.key}", [place], total, sharing))
+                parts += self._parts(f"point {place.flow.flow.name} {place.key}", [place], total, sharing)
         return parts
 
-    def _part(self, name: str, places: list[Place], total: Array, sharing: Sharing, *, fixed: bool = False) -> Part:
-        columns, counts = self._columns, self._columns + CALLS
-        # a sum has no largest: each rank has places of its own
-        width = counts + sharing.ranks * len(self._maxima)
+    def _parts(
+        self, name: str, places: list[Place], total: Array, sharing: Sharing, *, fixed: bool = False
+    ) -> list[Part]:
+        columns, width = self._columns, self._columns + CALLS
+        rows = [place.row for place in places]
 
         def scatter(sums: Array) -> None:
             table = sums.reshape(len(places), width)
-            table[:, self._maxima] = table[:, counts:].reshape(len(places), sharing.ranks, -1).max(1)
             table[:, :columns] /= sharing.divisor ** places[0].flow.seen.gradient_powers()
             table[:, [BACKWARDS, columns, columns + 1]] /= sharing.replicas
+            table[:, self._maxima] = np.nan  # they have a part of their own
             for place, row in zip(places, table, strict=True):
                 total[place.row] = row[:columns]
-                for counted, number in zip(self._calls[id(place.flow)], row[columns:counts], strict=True):
+                for counted, number in zip(self._calls[id(place.flow)], row[columns:], strict=True):
                     counted[place.key] = float(number)
             self._sums = total
 
-        return Part(name, len(places) * width, lambda: self._gather(places, sharing), scatter, fixed=fixed)
+        def scatter_largest(largest: Array) -> None:
+            total[np.ix_(rows, self._maxima)] = largest.reshape(len(places), -1)
+
+        parts = [Part(name, len(places) * width, lambda: self._gather(places, sharing), scatter, fixed=fixed)]
+        if self._maxima:
+            size, gather = len(places) * len(self._maxima), partial(self._largest, places, sharing.device)
+            parts.append(Part(f"largest {name}", size, gather, scatter_largest, fixed=fixed, largest=True))
+        return parts
+
+    def _largest(self, places: Sequence[Place], device: torch.device) -> Tensor:
+        """The largest numbers of some points that follow one another, as one row; none of them is below 0."""
+        start, stop = places[0].row, places[-1].row + 1
+        out = torch.zeros(stop - start, len(self._maxima), dtype=wide(device), device=device)
+        for table in self._tensors:
+            if table.shape[0] >= stop:
+                own = table[start:stop][:, self._maxima].to(device, out.dtype, non_blocking=True)
+                out = torch.maximum(out, own)
+        return out.reshape(-1)
 
     def _gather(self, places: Sequence[Place], sharing: Sharing) -> Tensor:
         """The rows of some points that follow one another, and their calls, as one row of numbers."""
@@ -113,11 +131,7 @@ class PointRows:
         tables = [t[start:stop] for t in self._tensors if t.shape[0] >= stop]
         sums = flat(tables, device).view(-1, self._columns)
         counts = [[counted.get(place.key, 0) for counted in self._calls[id(place.flow)]] for place in places]
-        slots = sums.new_zeros(len(places), sharing.ranks, len(self._maxima))
-        for table, (at, column) in itertools.product(tables, enumerate(self._maxima)):
-            own = table[:, column].to(device, sums.dtype, non_blocking=True)
-            slots[:, sharing.rank, at] = torch.maximum(slots[:, sharing.rank, at], own)
-        out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS), slots.flatten(1)], dim=1)
+        out = torch.cat([sums, from_host(np.array(counts), device).view(-1, CALLS)], dim=1)
         if not sharing.states:
             mine = from_host(np.array([float(p.key in p.flow.seen.sharded) for p in places]), device)
             out = torch.where(mine[:, None] > 0, out, 0.0)

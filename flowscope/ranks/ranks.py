@@ -35,7 +35,7 @@ from flowscope.observation.observation import Observation
 from flowscope.ranks.clock import fingerprint
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, layout_of
-from flowscope.ranks.wire import Entry, Kind, Message, Stamp, Table
+from flowscope.ranks.wire import Entry, Kind, Message, Row, Stamp, Table
 from flowscope.records import OWN_LOSS, Array, Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
@@ -204,8 +204,8 @@ class Ranks:
         self._schedule = schedule
         self.others = Membership(observation.model, partial(layout_of, observation, schedule))
         self._late, self._local = LateRows(schedule), FirstRanks()
-        self._sizes: dict[str, int] = {}
-        """The parts that the ranks have had in common, by name."""
+        self._rows: dict[str, Row] = {}
+        """The parts that the ranks last had in common, by name."""
         self._under_way: UnderWay | None = None
         self._since: dict[Stamp, EndedStep] = {}
         """Steps that ended since the last sum was begun."""
@@ -306,7 +306,7 @@ class Ranks:
     def payload(self) -> dict[str, int]:
         """Bytes of the sum by kind of part ("points", "parameters", "units", ...), as the ranks last had in common."""
         sizes: Counter[str] = Counter()
-        for name, size in self._sizes.items():
+        for name, size, _ in self._rows.values():
             sizes[name.split(" ")[0]] += 8 * size
         return dict(sizes)
 
@@ -355,16 +355,15 @@ class Ranks:
 
     def _own_parts(self, ended: EndedStep, sharing: Sharing) -> list[Part]:
         own = self._local.parts(self.others.party(), sharing.device)
-        return own + (ended.snapshot.parts(sharing, self._sizes) if ended.snapshot is not None else [])
+        agreed = {name: size for name, size, _ in self._rows.values()}
+        return own + (ended.snapshot.parts(sharing, agreed) if ended.snapshot is not None else [])
 
     def _vector(self, parts: list[Part], device: torch.device) -> tuple[Table, Tensor, list[Part]]:
         """The vector, what lies where in it, and the parts that this rank has; zeros where others may have more."""
         given = {part.name: part for part in parts}
-        sums = {name: size for name, size in self._sizes.items() if self._observation.expects(name)}
-        rows = sorted((sums | {part.name: part.size for part in parts if not part.largest}).items())
-        table = Table(
-            (*((name, size, False) for name, size in rows), *((p.name, p.size, True) for p in parts if p.largest))
-        )
+        rows = {name: row for name, row in self._rows.items() if self._observation.expects(name) and name != "replicas"}
+        rows |= {part.name: (part.name, part.size, part.largest) for part in parts}
+        table = Table(tuple(sorted(rows.values(), key=lambda row: (row[2], row[0]))))
         vector, taken = [], []
         for name, size, _ in table.rows:
             part = given.get(name)
@@ -408,7 +407,7 @@ class Ranks:
         found = {row[0]: numbers[place] for row, place in total.table.places.items()}
         before, sent, minus_before, minus_sent, step = found["agreed"]
         self.others.node().inbox.deliver(Message(Kind.NUMBER, under_way.stamp, int(step)))
-        self._sizes = {name: size for name, size, largest in rows if not largest}
+        self._rows = {row[0]: row for row in rows}
         if before != -minus_before or found["scale"][0] != -found["scale"][1]:
             return False
         together = bool(sent == -minus_sent)

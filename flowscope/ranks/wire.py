@@ -19,6 +19,8 @@ from flowscope.records import Array
 
 Stamp = tuple[int, int, int]
 """Which step: the same on all ranks that make it together, and growing with every step of a rank; see `Clock`."""
+Row = tuple[str, int, bool]
+"""Of a table: name, how many numbers, whether the largest over the ranks is asked for, not the sum."""
 NEVER: Stamp = (-1, 0, 0)
 LAST: Stamp = (2**62, 0, 0)
 """Before and after every step."""
@@ -44,13 +46,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Table:
-    """What the numbers of an entry are: name, count, and whether the largest over the ranks is asked for, not the sum.
+    """What the numbers of an entry are.
 
     Attributes:
-        rows: (name, count, largest), the sums first.
+        rows: the sums first.
     """
 
-    rows: tuple[tuple[str, int, bool], ...]
+    rows: tuple[Row, ...]
 
     @cached_property
     def text(self) -> bytes:
@@ -68,7 +70,7 @@ class Table:
         return sum(count for _, count, largest in self.rows if not largest)
 
     @cached_property
-    def places(self) -> dict[tuple[str, int, bool], slice]:
+    def places(self) -> dict[Row, slice]:
         """Where each row's numbers lie."""
         ends = np.cumsum([count for _, count, _ in self.rows]).tolist()
         return {row: slice(end - row[1], end) for row, end in zip(self.rows, ends, strict=True)}
@@ -86,7 +88,7 @@ class Entry:
     table: Table
     numbers: Array
 
-    def only(self, rows: Sequence[tuple[str, int, bool]]) -> Entry:
+    def only(self, rows: Sequence[Row]) -> Entry:
         """These rows of it."""
         if tuple(rows) == self.table.rows:
             return self
@@ -96,7 +98,7 @@ class Entry:
 
 def added(entries: Sequence[Entry]) -> Entry:
     """Return the sum of entries, in their order, of the rows that all of them have."""
-    rows: Sequence[tuple[str, int, bool]] = entries[0].table.rows
+    rows: Sequence[Row] = entries[0].table.rows
     if any(entry.table.key != entries[0].table.key for entry in entries):
         common = set.intersection(*({*entry.table.rows} for entry in entries))
         rows = [row for row in rows if row in common]
