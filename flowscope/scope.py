@@ -24,7 +24,7 @@ from flowscope.instruments import Instrument, specs_of
 from flowscope.model.plan import FlowPlan, display_path
 from flowscope.model.view import ModelView
 from flowscope.observation.observation import Observation
-from flowscope.ranks.groups import is_first_process, several_processes
+from flowscope.ranks.groups import files_of, is_first_process, several_processes
 from flowscope.recorder import Recorder
 from flowscope.records import Alert, Alerts, Record, RunHeader
 from flowscope.schedule import Schedule, make_schedule
@@ -154,13 +154,16 @@ class Scope:
         recorder = Recorder(given.config, self._faults, given.callbacks, given.detectors)
         try:
             # before any hook: an unwritable log_dir must leave the model untouched
-            if writes := is_first_process():
-                recorder.outlet.open(given.log_dir, given.config, quiet=bool(given.callbacks))
+            opens, folder = files_of(model, given.log_dir)
+            if opens:
+                recorder.outlet.open(folder, given.config, quiet=bool(given.callbacks))
             _replace(model)
             view = ModelView(model, given.flows, given.gates, given.parameters)
             driver = self._look_through(view, given, hooks, recorder)
             # a sink that says so sees the events of every rank, others write once a run
-            recorder.outlet.sinks += [(f, s) for f, s in given.sinks if writes or getattr(s, "every_rank", False)]
+            recorder.outlet.sinks += [
+                (f, s) for f, s in given.sinks if is_first_process() or getattr(s, "every_rank", False)
+            ]
             self._bind(recorder, given.callbacks)
             driver.begin()
         except BaseException:

@@ -34,7 +34,7 @@ def judge(ranks: list[Told]) -> list[str]:
     steps = [[_step_of(record, truth) for record in told["watched"]["records"]] for told in ranks]
     for place, (told, found) in enumerate(zip(ranks, steps, strict=True)):
         for record, step in zip(told["watched"]["records"], found, strict=True):
-            if not record["flags"] and step is None and not _apart(record):
+            if not record["flags"] and step is None and not _apart(record) and not _made_again(record):
                 wrong.append(f"rank {place}: record {record['step']} is no step of all ranks, and has no flag")
             if not record["flags"] and step is not None and record["loss"] is not None and not _own_loss(record):
                 mean = np.mean([float.fromhex(told["bare"]["losses"][step]) for told in ranks])
@@ -69,6 +69,11 @@ def _step_of(record: Told, truth: list[float]) -> int | None:
 
 def _apart(record: Told) -> bool:
     return any("ranks observed this step" in note for note in record["notes"])
+
+
+def _made_again(record: Told) -> bool:
+    """Whether all ranks made a step again, without a pass of the model."""
+    return bool(np.isnan(record["metrics"]["act_rms"]).all())
 
 
 def _given_twice(script: Told) -> bool:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from flowscope.sinks.stages import STAGE
 from flowscope.sums.payload import Sharing
 from flowscope.torch_internals import fsdp_states, is_flattened, is_joined
 
@@ -25,7 +28,7 @@ class Group:
     """The ranks whose numbers add up.
 
     Attributes:
-        process_group: what the sum is made in.
+        process_group: of these ranks; None where it is this one alone (a stage of a pipeline).
         kind: "DDP", "FSDP2", "FSDP1", "tensor parallel" or "" (nothing shows that the processes train together).
         replicas: how many ranks see batches of their own.
         averaged: over how many ranks gradients are averaged.
@@ -45,6 +48,8 @@ class Group:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global numbers of all of them; kept, as the group may be destroyed before the scope is closed."""
+        if self.process_group is None:
+            return (dist.get_rank(),)
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     @cached_property
@@ -86,6 +91,29 @@ def is_first_process() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) < 2 or int(os.environ.get("RANK", "0")) == 0
 
 
+def stage_of(model: nn.Module) -> int | None:
+    """Which stage of a pipeline (torch.distributed.pipelining) a model is, from 0; None where no stage holds it."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None:
+        return None
+    mine = {id(p) for p in model.parameters()}
+    for found in gc.get_objects():  # the model does not know its stage; once a scope
+        if pipelining._PipelineStageBase in type(found).__mro__ and any(
+            id(p) in mine for p in found.submod.parameters()
+        ):
+            return int(found.stage_index)
+    return None
+
+
+def files_of(model: nn.Module, log_dir: str | Path | None) -> tuple[bool, str | Path | None]:
+    """Whether this process writes files, and into which folder: of each stage of a pipeline the first rank, its own."""
+    stage = stage_of(model) if several_processes() else None
+    if stage is None:
+        return is_first_process(), log_dir
+    group = find_group(model)
+    return group is None or group.first, None if log_dir is None else Path(log_dir) / f"{STAGE}{stage}"
+
+
 def find_group(model: nn.Module) -> Group | None:
     """Return the ranks that train `model` together; None where they hold it in a way that is not known.
 
@@ -97,6 +125,8 @@ def find_group(model: nn.Module) -> Group | None:
     sharded = [p for p in model.parameters() if hasattr(p, "device_mesh")]
     replicas = _ddp_of(model)
     wrapper = weakref.ref(replicas) if replicas is not None else None
+    if not sharded and replicas is None and stage_of(model) is not None:
+        return Group(None, "", 1, 1.0, True)
     if not sharded:
         group = dist.group.WORLD if replicas is None else replicas.process_group
         size = dist.get_world_size(group)

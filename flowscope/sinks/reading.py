@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from flowscope.errors import FlowscopeError
 from flowscope.records import Alert, Alerts, Event, Record, Run, RunHeader
 from flowscope.sinks.jsonl import FILE_NAME
+from flowscope.sinks.stages import chained, stages_in
 
 LONGEST = 1 << 26
 """Bytes of a line. A matrix of 1,500 rows takes 20 MB; what is longer is passed over, so that memory stays bounded."""
@@ -33,13 +34,19 @@ def file_of(path: str | os.PathLike[str]) -> Path:
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a run's file, or a folder that holds one itself."""
+    """Whether it is a run's file, or a folder that holds one itself, or those of a pipeline's stages."""
+    if Path(path).is_dir() and stages_in(Path(path)):
+        return True
     return file_of(path).name == FILE_NAME and file_of(path).is_file()
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The folders of all runs in this one and below it, by name; numbers in names are in the order of numbers."""
+    """The folders of all runs in this one and below it, by name; numbers in names are in the order of numbers.
+
+    The stages of a pipeline are one run, in the folder that holds theirs.
+    """
     found = [file.parent for file in Path(folder).glob(f"**/{FILE_NAME}")]
+    found = [*dict.fromkeys(run.parent if run in stages_in(run.parent) else run for run in found)]
     return sorted(found, key=lambda path: [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in _PARTS(str(path))])
 
 
@@ -52,7 +59,7 @@ def read_run(path: str | os.PathLike[str], *, metrics: bool = True) -> Run:
     header are dropped. Between headers nothing is dropped but a record that a later one of the same step replaces.
 
     Args:
-        path: the file, or the folder that holds `flowscope.jsonl`.
+        path: the file, or the folder that holds `flowscope.jsonl`, or those of a pipeline's stages, which are chained.
         metrics: False leaves out the arrays of the records, which is many times as fast.
 
     Returns:
@@ -62,6 +69,8 @@ def read_run(path: str | os.PathLike[str], *, metrics: bool = True) -> Run:
         FlowscopeError: there is no such file.
     """
     file = file_of(path)
+    if not file.is_file() and (stages := stages_in(Path(path))):
+        return chained([read_run(stage, metrics=metrics) for stage in stages])
     if not file.is_file():
         raise FlowscopeError(
             f"read_run({os.fspath(path)!r}): there is no file {os.fspath(file)!r}; expected {FILE_NAME} or the folder "
