@@ -19,6 +19,7 @@ from flowscope.sinks.reading import is_run, runs_below
 
 @pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4)])
 def test_stages_are_one_run(tmp_path: Path, schedule: str, stages: int) -> None:
+    tmp_path /= "run"
     torchrun("pipeline_program.py", schedule, str(tmp_path), limit=170, PYTHONWARNINGS="ignore")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"stage-{at}" for at in range(stages)]
     run, parts = read_run(tmp_path), [read_run(tmp_path / f"stage-{at}") for at in range(stages)]

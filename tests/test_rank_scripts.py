@@ -19,6 +19,9 @@ FIRST = 1000
 REJOIN = 10
 """Steps after a rank's own way within which records are everybody's again."""
 
+LEAVES_OUT = {"skip": 1, "skip3": 3, "skip6": 6, "raise": 1}
+"""What leaves out the optimizer's step, and for how many iterations."""
+
 Told = dict[str, Any]
 
 
@@ -50,21 +53,29 @@ def _waited(seconds: list[float]) -> float:
     return float(np.maximum(np.array(seconds) - 3 * np.median(seconds), 0.0).sum())
 
 
-def _truth(ranks: list[Told]) -> list[float]:
-    """For each iteration, the RMS over all ranks of what the embedding gave, from the bare run's own hooks."""
-    truth = []
+def _truth(ranks: list[Told]) -> list[tuple[int, float]]:
+    """Iterations, and the RMS over all ranks of what the embedding gave in it, from the bare run's own hooks.
+
+    What all ranks left out is of the next step, as in one process, unless its gradients were seen to be dropped.
+    """
+    events, truth = ranks[0]["script"]["events"], []
+    held: list[float] = []
     for step in range(ranks[0]["script"]["steps"]):
         seen = np.concatenate([np.reshape(told["bare"]["squares"][step], (-1, 2)) for told in ranks])
-        truth.append(float(np.sqrt(seen[:, 0].sum() / seen[:, 1].sum())))
+        held += [*seen.reshape(-1)]
+        for rows in (seen, np.reshape(held, (-1, 2))):
+            truth.append((step, float(np.sqrt(rows[:, 0].sum() / rows[:, 1].sum()))))
+        left_out = {rank for at, rank, what in events if what in LEAVES_OUT and at <= step < at + LEAVES_OUT[what]}
+        held = held if len(left_out) == len(ranks) else []
     return truth
 
 
-def _step_of(record: Told, truth: list[float]) -> int | None:
+def _step_of(record: Told, truth: list[tuple[int, float]]) -> int | None:
     """The iteration whose numbers a record has: of all ranks, and of nothing else."""
     if "act_rms" not in record["metrics"]:
         return None
-    near = np.abs(np.array(truth) / record["metrics"]["act_rms"][0] - 1)
-    return int(near.argmin()) if near.min() < 1e-6 else None
+    near = np.abs(np.array([value for _, value in truth]) / record["metrics"]["act_rms"][0] - 1)
+    return truth[int(near.argmin())][0] if near.min() < 1e-6 else None
 
 
 def _apart(record: Told) -> bool:

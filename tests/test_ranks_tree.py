@@ -207,6 +207,21 @@ def test_sockets_that_break_and_nodes_that_close() -> None:
         node.close()
 
 
+def test_who_says_nothing_of_its_own_is_heard_when_a_rank_asks() -> None:
+    """The second of two has passed a step, and has only noted it."""
+    nodes = [Node(place, 2, "127.0.0.1", "token") for place in range(2)]
+    nodes[0].start("")
+    nodes[1].start(nodes[0].address)
+    assert None not in totals(nodes, (0, 0, 0))
+    nodes[1].note(Kind.PASSED, (1, 0, 1 << 40))
+    nodes[0].enter((1, 0, 0), TABLE, HostCopy([torch.zeros(5, dtype=torch.float64)]))
+    assert nodes[0].inbox.outcome((1, 0, 0), 0.3) == (False, None)
+    nodes[0].tell(Kind.ASK, (1, 0, 0))
+    assert nodes[0].inbox.outcome((1, 0, 0), 5.0) == (True, None)
+    for node in nodes:
+        node.close()
+
+
 def test_a_node_that_finds_nobody_above_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

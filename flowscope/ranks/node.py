@@ -218,6 +218,7 @@ class Node:
     def _run(self, above: str) -> None:
         try:
             self._begin(above)
+            self._turn(0.0)  # the one above hears of this rank at once
             while not self._ended:
                 self._turn(None)
             end = time.monotonic() + FLUSH

@@ -393,7 +393,8 @@ class Ranks:
         if not decided and not wait:
             return
         self._under_way = None
-        self._strikes = 0 if decided else self._strikes + 1
+        if total is not None or not decided:
+            self._strikes = 0 if decided else self._strikes + 1
         if not decided:
             node.tell(Kind.VOID, under_way.stamp)
         if total is None or not self._put(under_way, total):
