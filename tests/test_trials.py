@@ -507,7 +507,7 @@ def test_dropout_that_goes_on_in_evaluation_is_a_fail(attention: bool, told: boo
 
 
 class Scaled(nn.Module):
-    """A weight times its own mean size: with its gradient, without it (XNOR-Net), or only for a log."""
+    """A weight times its own mean size, with its gradient or without (XNOR-Net), or rounded to it; "" drops it."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
@@ -516,11 +516,46 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size = self.weight.abs().mean()
         self.told = size.detach() * 2
-        used = {"gradient": size, "value": size.detach() + 1.0, "log": 1.0}[self.use]
-        return F.linear(x, self.weight.tanh() * used)
+        rounded = (self.weight / self.told).round() * self.told if self.use == "rounded" else self.weight
+        used = {"gradient": size, "value": size.detach() + 1.0}.get(self.use, 1.0)
+        return F.linear(x, self.weight.tanh() * used + (rounded - self.weight).detach())
 
 
-@pytest.mark.parametrize(("use", "status"), [("gradient", "pass"), ("value", "pass"), ("log", "fail")])
+class Keeps(nn.Module):
+    """Keeps a number with its graph under a name; "" throws it away."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(6, 6), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.name:
+            setattr(self, self.name, x.square().mean())
+        else:
+            x.square().mean()
+        return x
+
+
+@pytest.mark.parametrize(("name", "status"), [("size", "note"), ("balance_loss", "fail"), ("", "fail")])
+def test_a_number_that_is_kept_may_be_for_a_log_unless_it_is_called_a_term(name: str, status: str) -> None:
+    (finding,) = found(classes(nn.Sequential(Keeps(name), nn.Linear(6, 3))), "loss_path")
+    assert (finding.status, finding.where) == (status, "0")
+
+
+@pytest.mark.parametrize("each", ["sample", "batch", "never"])
+def test_batches_of_one_sample_whose_targets_differ_are_a_fail(each: str) -> None:
+    """A data set that ignores the index it is given."""
+    batches = [(x if each == "never" else x[:1].expand_as(x), y) for x, y in rows()]
+    if each == "sample":
+        batches = [(batches[0][0], y) for _, y in batches]
+    statuses = [f.status for f in found(Task(classifier(), class_loss, batches), "data")]
+    assert ("fail" in statuses) == (each != "never")
+
+
+@pytest.mark.parametrize(
+    ("use", "status"), [("gradient", "pass"), ("value", "pass"), ("rounded", "pass"), ("", "fail")]
+)
 def test_a_number_that_is_used_without_its_gradient_is_no_term_thrown_away(use: str, status: str) -> None:
     (finding,) = found(classes(nn.Sequential(Scaled(use), nn.Linear(6, 3))), "loss_path")
     assert finding.status == status

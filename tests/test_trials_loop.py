@@ -271,6 +271,20 @@ def test_a_loss_that_is_not_what_was_recorded_is_none(off: float) -> None:
             bench.loss(one)
 
 
+def test_what_is_drawn_between_passes_is_not_the_same_batch() -> None:
+    """Inputs that are made of drawn numbers behind a first call are no constants of the tape."""
+    model, (x, y) = classifier(), rows()[0]
+
+    def loss(drawn: bool) -> Tensor:
+        first = model(x)
+        return F.cross_entropy(model(torch.rand(32, 6) if drawn else 2 * x), y) + first.mean()
+
+    for drawn in (True, False):
+        batches = [recorded(lambda drawn=drawn: loss(drawn), model) for _ in range(2)]
+        same = [f for f in told(Bench(model, batches, lambda m, one: one.play()), "data") if "same numbers" in f[2]]
+        assert bool(same) != drawn
+
+
 def test_a_model_that_is_trained_through_its_parts_is_seen() -> None:
     agent, (x, y) = Actor(), rows()[0]
     one = recorded(lambda: F.cross_entropy(agent.act(x), y), agent)
@@ -435,7 +449,7 @@ def test_the_loss_in_another_unit_is_no_term_thrown_away(same: bool) -> None:
 
         def forward(self, batch: Any) -> Tensor:
             each = F.cross_entropy(self.inner(batch[0]), batch[1], reduction="none")
-            self.told = each.mean() if same else self.inner(batch[0]).square().mean()
+            self.penalty = each.mean() if same else self.inner(batch[0]).square().mean()
             return each.sum() / 4
 
     ((status, _, _),) = told(Bench(Told(), rows(), lambda m, b: m(b)), "loss_path")

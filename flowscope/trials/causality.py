@@ -72,6 +72,8 @@ def look_ahead(bench: Bench) -> Ahead:
     head = length // 2
 
     def of_head(x: Tensor) -> Tensor | None:
+        if x.dim() == 3 and axis == 1 and x.shape[1] == x.shape[2] == length:
+            return x[:, :head, :head]  # positions are one of the two axes
         if x.dim() > axis and x.shape[axis] == length:
             return x.narrow(axis, 0, head)
         # convolutions keep positions last: [B, D, T]

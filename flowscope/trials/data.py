@@ -22,6 +22,8 @@ MOST = 0.5
 """A larger share of constant features is told."""
 ENOUGH, WIDEST = 20, 256
 """Rows from which a column of a table counts as constant; wider ones are pictures, whose borders are."""
+FEW = 4
+"""Samples of a batch, at least, that are one and the same by no chance."""
 CHANCE = math.log(1e-4)
 """Orders in which shuffled targets come less often than so are told."""
 
@@ -36,13 +38,14 @@ class Data(Trial):
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """A finding for each thing that is odd."""
         batches = [[x.detach() for x in batch_tensors(batch)] for batch in bench.batches]
-        found = [*self._same(batches), *self._numbers(batches), *self._sorted(batches), *self._ranks(batches)]
-        found += [*self._workers(bench), *self._begun_anew(bench)]
+        found = [*self._same(bench, batches), *self._numbers(batches), *self._sorted(batches), *self._ranks(batches)]
+        found += [*self._one_sample(batches), *self._workers(bench), *self._begun_anew(bench)]
         yield from found or [self.passed(f"{len(batches)} batches differ, and hold finite numbers of a usable scale")]
 
-    def _same(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+    def _same(self, bench: Bench, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
         for (n, a), (m, b) in itertools.combinations(enumerate(batches), 2):
-            if a and len(a) == len(b) and all(map(torch.equal, a, b)):
+            drawn = any(getattr(batch, "draws", False) for batch in bench.batches)  # some of it is made on the way
+            if a and not drawn and len(a) == len(b) and all(map(torch.equal, a, b)):
                 message = f"batch {m} holds the same numbers as batch {n}"
                 yield self.noted("", message, "right for training on one batch; else look at the loader or its cache")
                 return
@@ -71,6 +74,19 @@ class Data(Trial):
             elif constant > MOST and whole.shape[0] > 1:
                 message = f"{constant:.0%} of the features of {which} never change"
                 yield self.noted("", message, "right for borders of images; else look at where features are read")
+
+    def _one_sample(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
+        """Inputs that are the same for all samples of a batch, though their targets differ."""
+        for batch in batches:
+            sizes = {x.shape[0] for x in batch if x.dim() == 1 and not x.is_floating_point()}
+            given = [x for x in batch if x.dim() > 1 and x.shape[0] in sizes and x[0].numel() > 1]
+            targets = [x for x in batch if x.dim() == 1 and x.shape[0] in sizes and not x.is_floating_point()]
+            alike = given and all(x.shape[0] >= FEW and bool((x == x[:1]).all()) for x in given)
+            if not alike or all(bool((x == x[0]).all()) for x in targets):
+                return
+        if batches:
+            message = "all samples of a batch are one and the same, and their targets differ"
+            yield self.failed("", message, "look how the data set uses the index it is given")
 
     def _sorted(self, batches: list[list[Tensor]]) -> Iterable[TrialFinding]:
         for position, tensors in enumerate(zip(*batches, strict=False)):

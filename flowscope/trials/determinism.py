@@ -31,7 +31,10 @@ class Determinism(Trial):
         for name, gradient in first[1].items():
             if name not in second[1] or not torch.equal(gradient, second[1][name]):
                 message = f"the forward pass repeats to the last bit, the gradient does not, first at {name}"
-                yield self.noted(name, message, "look for a checkpoint that draws anew, or an atomic add on a GPU")
+                advice = (
+                    "look for a checkpoint that draws anew, buffers that a forward changes, or an atomic add on a GPU"
+                )
+                yield self.noted(name, message, advice)
                 return
         if (where := self._left_behind(bench)) is not None:
             message = (

@@ -145,6 +145,9 @@ def _slope(
     draw = torch.Generator().manual_seed(len(name) + 17)
     directions = {n: torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p) for n, p in group.items()}
     for n, p in group.items():
+        owner = bench.model.get_submodule(n.rpartition(".")[0])
+        if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
+            directions[n][owner.padding_idx] = 0  # it has no gradient by definition
         directions[n] *= max(float(p.detach().norm()), 1e-3) / max(float(directions[n].norm()), 1e-30)
     claimed = sum(float((gradients[n] * directions[n]).sum()) for n in group if n in gradients)
 

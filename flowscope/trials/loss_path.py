@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowscope.model.nested import nested_tensors
 from flowscope.torch_internals import leaves_below, nodes_below
@@ -17,6 +17,12 @@ from flowscope.trials.trial import Trial, TrialFinding
 _SUMS = frozenset({"sum", "mean", "norm", "vector_norm", "logsumexp", "cross_entropy", "mse_loss", "kl_div", "l1_loss"})
 _ARITHMETIC = frozenset({"mul", "add", "div", "sub", "neg", "pow", "sqrt", "square", "log", "exp"})
 
+TERMS = ("loss", "aux", "penal", "regul", "commit", "balanc", "diverg", "cost", "objective", "constraint")
+WORDS = frozenset({"reg", "kl", "kld", "lb", "tv", "vq", "nll", "mse", "bce", "ce", "l1", "l2", "elbo", "term"})
+"""What a term of a loss is called (parts of its name, or whole words of it) where a module keeps it.
+
+Under other names it may be kept for a log.
+"""
 SAME = 0.999
 """Gradients of a larger cosine are those of one loss."""
 
@@ -49,8 +55,10 @@ class LossPath(Trial):
     def _judged(
         self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]], read: _Detached
     ) -> Iterable[TrialFinding]:
-        on_path = set(nodes_below([loss.grad_fn]))
-        on_path |= set(nodes_below(read.behind(on_path)))
+        on_path, before = set(nodes_below([loss.grad_fn])), 0
+        while len(on_path) > before:  # what is read detached may have read so itself
+            before = len(on_path)
+            on_path |= set(nodes_below(read.behind(on_path)))
         off = [(where, x) for where, x in made if x.grad_fn not in on_path]
         # of a chain of numbers the last one tells
         inner = {node for _, x in off for node in nodes_below([x.grad_fn]) if node is not x.grad_fn}
@@ -63,7 +71,9 @@ class LossPath(Trial):
         for where, x in lost.items():
             message = f"{where or 'the model'} computes {float(x.detach()):.3g} with a gradient, and no loss uses it"
             advice = "add it to the loss (a balance or auxiliary term), or compute it under no_grad"
-            yield self.failed(where, message, advice)
+            name = _kept_as(bench.model, x)
+            tell = self.noted if name and not _is_a_term(name.lower()) else self.failed
+            yield tell(where, f"{message}; it is kept as {name}" if name else message, advice)
         if not lost:
             yield self.passed(f"each of {len(made)} numbers that modules compute leads to the loss")
 
@@ -88,6 +98,19 @@ class _Detached:
     def behind(self, on_path: set[Any]) -> list[Any]:
         """The nodes whose values are read, without a gradient, by what leads to the loss."""
         return [node for reader, sources in self._readers if reader in on_path for node in sources]
+
+
+def _is_a_term(name: str) -> bool:
+    return any(part in name for part in TERMS) or not WORDS.isdisjoint(name.split("_"))
+
+
+def _kept_as(model: nn.Module, x: Tensor) -> str:
+    """The attribute of a module that holds a number; "" where none does."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is x or (isinstance(value, (list, tuple, dict)) and any(y is x for y in nested_tensors(value))):
+                return name
+    return ""
 
 
 def _is_the_loss(x: Tensor, loss: Tensor, parameters: list[Tensor]) -> bool:

@@ -77,6 +77,11 @@ class Recorded:
         self.loss = float(loss.detach()) / scale
 
     @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn between the calls of models: inputs may be made of them."""
+        return any(word in event.name for event in self.events for word in DRAWS)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The constants, the inputs of models among them."""
         return [*self.constants.values()]
