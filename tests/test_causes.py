@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from detector_records import header, layout, play, record, told
+from detector_records import header, layout, play, record, slope, told
 from test_detectors_losses import noisy
 from torch import Tensor, nn
 
@@ -293,6 +294,16 @@ def test_codes_that_the_answer_does_without_are_told(
         series[-1].metric_labels = {"further_deviation": ("mu", "logvar")}
     alerts = [a for a in play(series) if a.state == "raised"]
     assert [(a.kind, a.where) for a in alerts] == [("representation_collapse", place) for place in places]
+
+
+@pytest.mark.parametrize(("decay", "share", "named"), [(10.0, 0.5, True), (0.01, 0.5, False), (10.0, 1.0, False)])
+def test_a_decay_that_shrinks_the_weights_is_named_in_the_advice(decay: float, share: float, named: bool) -> None:
+    """The norm of all weights is halved, or not; a gradient that fades along the chain is told either way."""
+    of_run = dataclasses.replace(header(), setup={"optimizers": [{"groups": [{"weight_decay": decay}]}]})
+    series = [record(s, slope(1.0 if s < 3 else 1e-5), param_norm=[1.0 if s < 3 else share] * 5) for s in range(8)]
+    (alert,) = (a for a in play(series, of_run) if a.state == "raised" and a.kind == "vanishing_gradient")
+    assert (f"lower weight_decay ({decay:g}): the weights have shrunk to 0.5" in alert.advice) is named
+    assert ("initialise" not in alert.advice) is named
 
 
 # -- whose fault a NaN is ---------------------------------------------------------------------------------------------

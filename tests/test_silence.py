@@ -423,6 +423,33 @@ def test_a_branch_that_is_exactly_0_is_told_at_the_tenth_record(share: float, lo
     assert all("4 of the 8" in a.message and "never moved" in a.message for a in serious(scope))
 
 
+class Answers(nn.Module):
+    """Ends in a norm over a single feature, which gives its bias alone, or in a head that begins at 0."""
+
+    def __init__(self, end: str) -> None:
+        super().__init__()
+        self.inner = mlp(6, 16, 16)
+        self.end = nn.Sequential(nn.Linear(16, 1), nn.LayerNorm(1)) if end == "norm" else nn.Linear(16, 1)
+        if end == "head":
+            nn.init.zeros_(self.end.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.inner(x))
+
+
+@pytest.mark.parametrize(("end", "expected"), [("norm", [("constant_output", "warning", 9)]), ("head", [])])
+def test_answers_that_differ_in_no_digit_are_told_at_the_tenth_record_that_shows_them(end: str, expected: list) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = (model(x)[:, 0] - 3 - x[:, 0]).square().mean()  # its mean is learned at once: the loss falls
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    alerts = [alert for alert in told(trained(step, model=Answers(end), steps=40)) if alert[0] == "constant_output"]
+    assert alerts == expected
+
+
 def test_an_actor_whose_loss_is_0_in_all_digits_is_an_error() -> None:
     """More than half of what the optimizer holds."""
 

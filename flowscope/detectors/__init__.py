@@ -27,6 +27,7 @@ from flowscope.detectors.detector import NUMBERS, OUTCOME, SIGNAL, WIRING, Detec
 from flowscope.detectors.drawn import DrawnTogether
 from flowscope.detectors.faded import FadedOutputs
 from flowscope.detectors.finiteness import SKIPPED, NonFinite
+from flowscope.detectors.fixed import FixedOutput
 from flowscope.detectors.gradients import ExplodingGradient, StarvedPlayer, VanishingGradient
 from flowscope.detectors.ledger import Cause, Ledger
 from flowscope.detectors.limit import Limit
@@ -61,6 +62,7 @@ DETECTORS: tuple[type[Detector], ...] = (
     GradientAccumulates,
     OverClipped,
     BroadcastLoss,
+    FixedOutput,
     LossMisfit,
     Symmetry,
     SameBatch,

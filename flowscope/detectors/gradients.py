@@ -18,6 +18,7 @@ import numpy as np
 from flowscope.detectors.collapse import common_mode_grew, learn_start, sample_distance, samples_alike
 from flowscope.detectors.detector import ANY_FLOW, Array, Detector, Finding, said
 from flowscope.detectors.losses import losses_of
+from flowscope.detectors.rates import decay_advice
 from flowscope.detectors.rows import FlowView, each_flow, labels_of
 from flowscope.records import BRANCHES, FlowLayout, Record, RunHeader, Severity
 
@@ -118,12 +119,21 @@ class VanishingGradient(Detector):
     yields_to_errors = frozenset({"token_collapse", "dead_units"})
     symptom = "at first"
     shown_by, extreme = ("gradient_product", "gain"), "least"
-    begins_with: ClassVar[dict[str, Any]] = {"best": {}, "last": {}, "zero_start": {}, "common": {}, "losses": {}}
+    begins_with: ClassVar[dict[str, Any]] = {
+        "best": {},
+        "last": {},
+        "zero_start": {},
+        "common": {},
+        "losses": {},
+        "decay": {},
+    }
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding a flow at most."""
         self._learn_loss(record)
-        return said(*(self._found(view) for view in gradient_flows(record, header)))
+        decay = decay_advice(record, header, self.state["decay"])
+        found = said(*(self._found(view) for view in gradient_flows(record, header)))
+        return (replace(f, advice=decay) if decay and f.level == "beyond" else f for f in found)
 
     def _learn_loss(self, record: Record) -> None:
         kept, losses = self.state["losses"], losses_of(record).tolist()

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowscope.detectors.detector import Array, Flags
-from flowscope.records import Record
+from flowscope.records import Record, RunHeader
 
 RISING = 1.001
 """A rate above the last record's by this factor is in its warm-up (or a restart)."""
 FAR_BELOW_PEAK = 0.1
 """A rate below this share of its peak has decayed: small updates are what the schedule wants."""
+
+SHRUNK, DECAY = 0.8, 0.1
+"""A decay of so much that goes with weights of this share of their norm at the start is what shrinks them."""
 
 ALMOST_ZERO = 1e-3
 """A parameter whose norm begins below this share of the median norm starts from nothing (biases, layer scales)."""
@@ -101,6 +104,21 @@ def working(record: Record, kept: dict[str, float | None]) -> bool:
     peak, last = max(kept.get("peak") or 0.0, rate), kept.get("last")
     kept.update(peak=peak, last=rate)
     return (last is None or rate <= RISING * last) and rate >= FAR_BELOW_PEAK * peak
+
+
+def decay_advice(record: Record, header: RunHeader, kept: dict[str, float]) -> str:
+    """What to do where weight decay has shrunk the weights, "" where it has not; `kept` is empty at first."""
+    norms = record.metrics.get("param_norm")
+    if norms is None or bool(np.isnan(norms).all()):
+        return ""
+    norm = float(np.sqrt(np.nansum(np.square(norms))))
+    share = norm / max(kept.setdefault("start", norm), np.finfo(np.float64).tiny)
+    groups = [group for held in header.setup.get("optimizers", ()) for group in held.get("groups", ())]
+    decays = [group.get("weight_decay") for group in groups]
+    decay = max((float(value) for value in decays if isinstance(value, int | float)), default=0.0)
+    if share > SHRUNK or decay < DECAY:
+        return ""
+    return f"lower weight_decay ({decay:g}): the weights have shrunk to {share:.2g} of their norm at the start"
 
 
 def _like(values: Array | None, default: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowscope.detectors.detector import OUTCOME, WIRING, Detector, Finding, said
-from flowscope.detectors.rates import Updates, updates_of, working
+from flowscope.detectors.rates import Updates, decay_advice, updates_of, working
 from flowscope.detectors.rows import parameter_name
 from flowscope.records import Record, RunHeader
 
@@ -100,7 +100,7 @@ class UpdateTooLarge(Detector):
     shown_by = ("update_ratio",)
     advice = "lower the learning rate (by 10 as a first try), or warm it up"
     # the largest norm so far by parameter, and where the weights began
-    begins_with: ClassVar[dict[str, Any]] = {"largest": None, "course": {}}
+    begins_with: ClassVar[dict[str, Any]] = {"largest": None, "course": {}, "decay": {}}
 
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """One finding that names the worst parameter."""
@@ -108,6 +108,7 @@ class UpdateTooLarge(Detector):
         if updates is None:
             yield self.unseen()
             return
+        decay = decay_advice(record, header, self.state["decay"])
         largest = self.state["largest"]
         started = largest is not None and largest.shape == updates.norm.shape
         norm = np.where(np.isfinite(updates.norm), updates.norm, np.nan)
@@ -130,7 +131,7 @@ class UpdateTooLarge(Detector):
             f"and {name} by {relative[worst]:.2g} of the largest norm it had (limit {limit:.2g}){at_rate}"
         )
         value = max(float(relative[worst]), overall)
-        yield self.found(name, value, limit, message, certain=bool(certain), records=LARGE_RECORDS)
+        yield self.found(name, value, limit, message, advice=decay, certain=bool(certain), records=LARGE_RECORDS)
 
 
 class OverClipped(Detector):
