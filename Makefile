@@ -67,6 +67,10 @@ parting: $(VENV)/.ready-dev
 rivals: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.rivals
 
+# trainers and libraries, each in an environment of its own under .stacks: an hour, most of it for installing
+stacks: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks.stacks --write docs/integrations.md
+
 screenshots: $(VENV)/.ready-dev
 	test -d runs/demo/post_ln_keel || $(BIN)/python examples/demo.py
 	$(BIN)/python examples/screenshots.py

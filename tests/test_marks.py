@@ -181,3 +181,29 @@ def test_first_steps_that_move_nothing_on_purpose_are_no_stale_parameters() -> N
         for _ in range(20):
             step(optimizer, loss_of(model))
     assert "stale_parameters" not in {alert.kind for alert in alerts}
+
+
+def test_parameters_of_which_a_copy_is_stepped_are_unseen_and_no_stale_parameters() -> None:
+    """As DeepSpeed's ZeRO 1 does it: marks on the parameters, flat copies in the optimizer, written back later."""
+    torch.manual_seed(0)
+    model, alerts = net(), []
+    for p in model.parameters():
+        p._hp_mapping = None
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, 1e-2)
+    with flowscope.watch(model, optimizer, every=1, on_alert=alerts.append) as scope:
+        for _ in range(6):
+            loss = loss_of(model)
+            loss.backward()
+            for p, copy in zip(model.parameters(), copies, strict=True):
+                copy.grad, p.grad = p.grad, None
+            optimizer.step()
+            with torch.no_grad():
+                for p, copy in zip(model.parameters(), copies, strict=True):
+                    p.data.copy_(copy)
+            scope.step(loss=loss)
+        record = scope.records[-1]
+    assert (record["update_ratio"] != record["update_ratio"]).all()
+    assert any("ZeRO" in note for note in record.notes)
+    assert (record["gradient_product"][1:] > 0).all()
+    assert not [alert for alert in alerts if alert.severity != "info"]

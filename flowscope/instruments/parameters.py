@@ -24,7 +24,7 @@ from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
 from flowscope.instruments.raw_gradients import RawGradients, entries
 from flowscope.instruments.weight_samples import WeightSamples
-from flowscope.instruments.wiring import held_by
+from flowscope.instruments.wiring import held_by, steps_as_copy
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
@@ -37,6 +37,12 @@ SAMPLE_BUDGET = 1 << 22
 
 
 _parameter = partial(Metric, view="Parameters", rows="parameters")
+
+
+COPIES = (
+    "DeepSpeed's ZeRO steps flat copies of the parameters and keeps their gradients elsewhere: the update and the "
+    "gradient of single parameters are not seen (that is not zero), gradients at the points are"
+)
 
 
 class Parameters(Instrument):
@@ -272,11 +278,21 @@ class Parameters(Instrument):
         self._checksums.doubt({*unmoved.tolist()}.difference(self._samples.whole) if unmoved.size else ())
         if not (metrics["param_still"] == 1).any():
             del metrics["param_still"]
+        self._hide_copies(metrics, out)
         self._raw.judge(metrics["param_grad_norm_raw"], metrics["param_grad_norm"])
         if scale[0] != 1:
             metrics["gradient_scale"] = scale
         for name, values in metrics.items():
             out.add(name, values, names if len(values) == len(names) else ("",))
+
+    def _hide_copies(self, metrics: dict[str, Array], out: RecordBuilder) -> None:
+        """What is written back after the optimizer's step shows no update in it: that is not zero."""
+        copied = np.array([p is not None and steps_as_copy(p) for p in self._parameters.current()], dtype=bool)
+        if copied.any():
+            out.note(COPIES)
+            for name in ("update_ratio", "param_unchanged", "param_still"):
+                if name in metrics:
+                    metrics[name] = np.where(copied[: len(metrics[name])], np.nan, metrics[name])
 
 
 def local_gradient(parameter: Tensor) -> Tensor:

@@ -71,11 +71,14 @@ def trainable(parameters: ParameterList) -> Array:
 
 
 def optimized(parameters: ParameterList, optimizers: Sequence[Any]) -> Array:
-    """1 where an optimizer holds the parameter, 0 where none does, NaN while none is known."""
+    """1 where an optimizer holds the parameter, 0 where none does, NaN while none is known or a copy is stepped."""
     if not optimizers:
         return np.full(len(parameters.names), np.nan)
     held = set[int]().union(*map(held_by, optimizers))
-    return np.array([float(p is not None and id(p) in held) for p in parameters.current()])
+    now = parameters.current()
+    return np.array(
+        [np.nan if p is not None and steps_as_copy(p) else float(p is not None and id(p) in held) for p in now]
+    )
 
 
 def learning_rates(parameters: ParameterList, optimizers: Sequence[Any]) -> Array:
@@ -85,6 +88,11 @@ def learning_rates(parameters: ParameterList, optimizers: Sequence[Any]) -> Arra
         for group in optimizer.param_groups:
             rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
     return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in parameters.current()])
+
+
+def steps_as_copy(parameter: Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO steps a flat copy of a parameter (stages 1 and 2), or keeps it in parts (stage 3)."""
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
 def held_by(optimizer: Any) -> set[int]:
