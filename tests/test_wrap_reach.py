@@ -182,6 +182,15 @@ def test_two_carries_are_both_found_and_named() -> None:
     assert [(b.first, b.last) for b in plan.blocks] == [(True, False), (False, False), (False, True)] * 2
 
 
+def test_a_second_carry_that_nothing_reads_is_left_as_it_is() -> None:
+    class TextOnly(Joint):
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(image, text)[0]
+
+    plan = find_sites(TextOnly(), both())
+    assert [(s.path, s.flow) for s in plan if s.flow == "blocks#2"] == [(f"blocks.{k}", "blocks#2") for k in range(2)]
+
+
 def test_two_carries_have_a_gate_each() -> None:
     model, (image, text) = Joint(), both()
     flowscope.wrap(model, "keel", example_inputs=(image, text), init_bias=-1.0)

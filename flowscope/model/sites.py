@@ -446,6 +446,8 @@ def read_plan(model: nn.Module, trace: ModelTrace, blocks: dict[str, str]) -> Si
             max(calls[path, c.output] for c in traces[path]),
         )
         parts |= {(path, carry[-1].traced.output): carry for carry in found}
+    for place in unread(trace, list(parts)):
+        del parts[place]
     follows: dict[Key, Key] = {}
     newest: dict[int, Run] = {}
     for run in trace.runs:
@@ -461,6 +463,14 @@ def read_plan(model: nn.Module, trace: ModelTrace, blocks: dict[str, str]) -> Si
     refused = [(path, reason) for path, carries in traces.items() for reason in refusals(carries)]
     refused += [(path, "it did not run") for path in blocks if path not in trace.traced]
     return SitePlan(tuple(ordered), tuple(refused) or no_blocks(blocks))
+
+
+def unread(trace: ModelTrace, places: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the second carries that nothing reads after the block: no gradient would come back to their merges."""
+    read = {id(run.carry_in) for run in trace.runs}
+    out = {(run.path, run.place): run.carry_out for run in trace.runs}
+    later = [place for number, place in enumerate(places) if place[0] in {path for path, _ in places[:number]}]
+    return [place for place in later if id(out[place]) not in read and id(out[place]) not in trace.seen_outside]
 
 
 def in_order(blocks: list[BlockSites], follows: dict[Key, Key]) -> list[BlockSites]:

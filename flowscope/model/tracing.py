@@ -37,6 +37,10 @@ REARRANGING = frozenset(
     | {"flip", "repeat", "expand"}
 )
 """What moves values and changes none, by name: a carry that is only rearranged is still the carry."""
+SCALING = frozenset(
+    {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__", "add", "add_", "__add__", "__radd__", "__iadd__"}
+)
+"""What scales or shifts, by name: a carry times a number or a learned vector is still the carry, scaled."""
 SUM = "joins two branches, and the carried x is neither: it is merged elsewhere (in the code around the block?)"
 
 
@@ -152,6 +156,7 @@ class Ancestry:
         parametrised: those that read a parameter.
         normalising: those of a normalisation.
         rearranging: those that move values and change none.
+        scaling: those that scale or shift.
     """
 
     def __init__(self, inputs: Collection[Tensor]) -> None:
@@ -159,7 +164,7 @@ class Ancestry:
         self.sets = {id(x): 1 << node for node, x in enumerate(inputs)}
         self.origins: dict[int, int] = {}  # the id of what a cast or copy was made from
         self.count = len(inputs)
-        self.parametrised = self.normalising = self.rearranging = 0
+        self.parametrised = self.normalising = self.rearranging = self.scaling = 0
 
     def of(self, tensor: Any) -> int:
         """Return the nodes a tensor came from; 0 where it came from no input and no operation."""
@@ -239,9 +244,17 @@ class Meetings:
             return 0, "identity"
         if left_own and not right & ~left & ~self.nodes.rearranging:
             return 1, "identity"
+        if right_own & ~self.nodes.scaling and self.is_scaled(left & ~right):
+            return 0, "projection"
+        if left_own & ~self.nodes.scaling and self.is_scaled(right & ~left):
+            return 1, "projection"
         if left_own and right_own:
             return int(left_own.bit_count() > right_own.bit_count()), "projection"
         return None, ""
+
+    def is_scaled(self, own: int) -> bool:
+        """Whether operations do no more than scale, shift and rearrange."""
+        return not own & ~self.nodes.scaling & ~self.nodes.rearranging
 
 
 class BlockTrace(TorchFunctionMode):
@@ -324,6 +337,7 @@ class BlockTrace(TorchFunctionMode):
         nodes.parametrised |= bit if any(id(x) in self.parameters for x in inputs) else 0
         nodes.normalising |= bit if self.norm_depth or "norm" in name else 0
         nodes.rearranging |= bit if name in REARRANGING else 0
+        nodes.scaling |= bit if name in SCALING else 0
         mask = functools.reduce(operator.or_, masks, bit)
         for x in outputs:
             nodes.remember(x, mask, inputs)
@@ -410,7 +424,7 @@ class Reading:
             after = reach & ~add.own & self.nodes.parametrised & ~self.nodes.normalising
             if add.kind == "projection" and after and not (chain and chain[-1].kind == "projection"):
                 continue  # weights follow: a sum inside a branch or a projection
-            if add.kind == "projection" and not (self.believing or self.reshapes(add)):
+            if add.kind == "projection" and not (self.believing or self.is_shortcut(add)):
                 self.sums.append(add)
                 left, right = add.ancestors
                 # a long skip: on along the later; else what both branches read may still hold the carry
@@ -420,8 +434,12 @@ class Reading:
             reach = add.ancestors[add.carry]
         return chain[::-1]
 
-    def reshapes(self, add: Add) -> bool:
-        """Whether a sum has another width or stride than what came in: the carry cannot be added as it is."""
+    def is_shortcut(self, add: Add) -> bool:
+        """Whether the carry cannot be added as it is (another width or stride than what came in), or is but scaled."""
+        carry = add.carry or 0
+        own, branch = add.ancestors[carry] & ~add.ancestors[1 - carry], add.ancestors[1 - carry] & ~add.ancestors[carry]
+        if self.meetings.is_scaled(own) and branch & self.nodes.parametrised & ~self.nodes.scaling:
+            return True
         got = add.result.shape
         for came in (x.shape for x in self.arguments.values()):
             flattened = len(got) != len(came) and got.numel() == came.numel()
@@ -507,7 +525,7 @@ class Reading:
     def explain(self) -> str:
         """Say why the traced call has no site."""
         if any(self.is_changed_carry(add) for add in self.meetings.adds):
-            return "no residual add of the carried x itself: it is scaled or changed on its way to the add"
+            return "no residual add of the carried x itself: it is changed on its way to the add"
         joins = sorted(self.trace.joined - CONCATENATIONS) or sorted(() if self.sums else self.trace.joined)
         if joins:
             return f"no residual add: the tensors meet in {', '.join(joins)}"
