@@ -158,6 +158,22 @@ def test_projection_without_a_change_of_width_is_known_from_its_siblings() -> No
     assert len(find_sites(models.Stack(lambda: models.SumOnlyBlock(True), 3), models.hidden_states())) == 0
 
 
+def test_two_convolutions_that_are_added_are_no_shortcut_where_a_sibling_changes_the_stride() -> None:
+    """RepVGG: the first block of a stage may be one with a projection, the others are sums of branches."""
+
+    class Rep(nn.Module):
+        def __init__(self, stride: int) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(4, 4, 3, stride, 1), nn.Conv2d(4, 4, 1, stride)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.a(x) + self.b(x))
+
+    plan = find_sites(nn.Sequential(Rep(2), Rep(1), Rep(1)), torch.randn(2, 4, 8, 12))
+    assert [(s.path, s.kind) for s in plan] == [("0", "projection")]
+    assert [path for path, _ in plan.refused] == ["1", "2"]
+
+
 def test_sum_is_an_add() -> None:
     """`sum([x, f])` is (0 + x) + f."""
     model, x = models.Stack(models.SumFunctionBlock), models.hidden_states()

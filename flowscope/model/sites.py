@@ -374,7 +374,8 @@ def settled(traces: dict[str, tuple[Any, Traces]]) -> dict[str, tuple[TracedBloc
 
     chosen = {path: both.strict for path, (_, both) in traces.items()}
     for path, (family, both) in traces.items():
-        siblings = [places(other.strict) for kind, other in traces.values() if kind == family]
+        alike = [other.strict for kind, other in traces.values() if kind == family]
+        siblings = [places(carries) for carries in alike if all(s.kind == "identity" for c in carries for s in c.sites)]
         if both.believing is not both.strict and places(both.believing) in siblings:
             chosen[path] = both.believing
     return chosen
