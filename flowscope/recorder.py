@@ -122,7 +122,7 @@ class Outlet:
 
     def _move(self) -> None:
         """A forked child that trains on is a run of its own: the parent's file has its own steps."""
-        self.forked = False
+        self.forked = self._held = False
         ours = self._files(self.folder / f"fork-{os.getpid()}") if self.folder is not None else []
         names = {fuse for fuse, _ in ours}
         for fuse, sink in self.sinks:

@@ -11,6 +11,7 @@ import torch
 from watch_models import Stack
 
 import flowscope
+from flowscope.integrations.trainer import TrainerWatch
 from flowscope.sinks import read_run
 
 QUIET = {"console": "off"}
@@ -125,3 +126,22 @@ def test_an_unwritable_parent_puts_the_sibling_inside(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert trained(tmp_path / "a", 1).log_dir == (tmp_path / "a" / "a-2")
     assert steps_in(tmp_path / "a" / "a-2") == [0]
+
+
+def fit(watcher: TrainerWatch, steps: int, step: int = 0) -> Path | None:
+    """What the callbacks of trainers do with the class they share."""
+    model = Stack(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watcher._watch(model, optimizer, lambda alert: None, step, config=QUIET) as scope:
+        for _ in range(steps):
+            one_step(model, optimizer)
+    return scope.log_dir
+
+
+def test_a_callback_that_fits_again_and_a_trainer_that_resumes_stay_in_their_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    first = TrainerWatch(log_dir=folder)
+    assert [fit(first, 2), fit(first, 3)] == [folder, folder]  # the same callback again
+    assert fit(TrainerWatch(log_dir=folder), 1, step=40) == folder  # a checkpoint of step 40, saved without a callback
+    assert not (tmp_path / "a-2").exists()
+    assert fit(TrainerWatch(log_dir=folder), 1) == tmp_path / "a-2"  # another fit from the start
