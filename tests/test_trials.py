@@ -543,6 +543,22 @@ def test_a_number_that_is_kept_may_be_for_a_log_unless_it_is_called_a_term(name:
     assert (finding.status, finding.where) == (status, "0")
 
 
+@pytest.mark.parametrize(("name", "status"), [("loss", "note"), ("aux_loss", "fail")])
+def test_a_loss_that_a_model_returns_and_its_trainer_does_not_use_is_a_note(name: str, status: str) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            logits = self.inner(x)
+            return {"logits": logits, name: logits.logsumexp(-1).mean()}
+
+    loss = lambda m, batch: F.cross_entropy(m(batch[0])["logits"], batch[1])  # noqa: E731
+    (finding,) = found(Task(Returns(), loss, rows()), "loss_path")
+    assert finding.status == status
+
+
 @pytest.mark.parametrize("each", ["sample", "batch", "never"])
 def test_batches_of_one_sample_whose_targets_differ_are_a_fail(each: str) -> None:
     """A data set that ignores the index it is given."""

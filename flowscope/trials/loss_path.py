@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ class LossPath(Trial):
         """One finding a module whose number has no path to the loss."""
         made: list[tuple[str, Tensor]] = []
         read = _Detached()
-        with bench.place() as place:
+        own: list[Any] = []  # the nodes of the losses that the model returns
+        handle = bench.model.register_forward_hook(lambda module, args, output: own.append(_loss_in(output)))
+        with handle, bench.place() as place:
 
             def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
                 read.heard((args, kwargs), result)
@@ -50,10 +52,10 @@ class LossPath(Trial):
 
             with bench.alike(), Listener(heard):
                 loss = bench.loss(bench.batches[0])
-        yield from self._judged(bench, loss, made, read)
+        yield from self._judged(bench, loss, made, read, set(nodes_below(own)))
 
     def _judged(
-        self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]], read: _Detached
+        self, bench: Bench, loss: Tensor, made: list[tuple[str, Tensor]], read: _Detached, own: set[Any]
     ) -> Iterable[TrialFinding]:
         on_path, before = set(nodes_below([loss.grad_fn])), 0
         while len(on_path) > before:  # what is read detached may have read so itself
@@ -71,6 +73,10 @@ class LossPath(Trial):
         for where, x in lost.items():
             message = f"{where or 'the model'} computes {float(x.detach()):.3g} with a gradient, and no loss uses it"
             advice = "add it to the loss (a balance or auxiliary term), or compute it under no_grad"
+            if x.grad_fn in own:
+                message = f"the model returns a loss of its own ({float(x.detach()):.3g}), and is trained by another"
+                yield self.noted(where, message, "right for a trainer that makes its loss of the other outputs")
+                continue
             name = _kept_as(bench.model, x)
             tell = self.noted if name and not _is_a_term(name.lower()) else self.failed
             yield tell(where, f"{message}; it is kept as {name}" if name else message, advice)
@@ -98,6 +104,12 @@ class _Detached:
     def behind(self, on_path: set[Any]) -> list[Any]:
         """The nodes whose values are read, without a gradient, by what leads to the loss."""
         return [node for reader, sources in self._readers if reader in on_path for node in sources]
+
+
+def _loss_in(output: Any) -> Any:
+    """The node of what a model returns by the name of a loss, as those of transformers do; None where there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    return loss.grad_fn if isinstance(loss, Tensor) else None
 
 
 def _is_a_term(name: str) -> bool:
