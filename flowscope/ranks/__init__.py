@@ -1,1 +1,1 @@
-"""Many processes, one record: which ranks train a model together, and the all-reduce of what they deposited."""
+"""Many processes, one record: which ranks train a model together, and the sum of what they deposited."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
@@ -148,6 +149,7 @@ class Membership:
         self._place = f"flowscope/{digest}/{again}/{_REGISTERED[digest]}"
         store = self._store()
         self._node = node = Node(group.place, group.size, local_address(store), self._place)
+        weakref.finalize(self, node.end)  # of a scope that nobody closes
         store.set(f"{self._place}/{group.place}", node.address)
         store.add(self._place, 1)
 

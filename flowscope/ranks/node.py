@@ -189,13 +189,17 @@ class Node:
         """Enter nothing any more, and say why; what others still wait for goes on being passed on."""
         self.tell(Kind.LEFT, number=self.gathering.place, text=why)
 
+    def end(self) -> None:
+        """Let go of the connections soon."""
+        self._ended = True
+        self._rouse()
+
     def close(self) -> None:
         """Send what is to be sent, and let go of the connections."""
-        self._ended = True
+        self.end()
         if self._thread is None:
             self._let_go()
         else:
-            self._rouse()
             self._thread.join(2 * FLUSH)
 
     def _ask(self, what: Callable[[], object]) -> None:
