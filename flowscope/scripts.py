@@ -121,7 +121,7 @@ def hear_backward(begins: Callable[[Tensor, bool], bool], ended: Callable[[], No
         finally:
             ended()
 
-    torch.autograd.backward = listening  # type: ignore[assignment]
+    torch.autograd.backward = listening
 
 
 def outermost_models(held: set[int]) -> list[nn.Module]:

@@ -36,7 +36,7 @@ class FlowscopeCallback(BareWatch, keras.callbacks.Callback):
         keras.callbacks.Callback.__init__(self)
         BareWatch.__init__(self, **options)
         self._layers: nn.Module | None = None
-        self._sums = 0.0, 0.0
+        self._sums: tuple[Any, Any] = (0.0, 0.0)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Attach."""
@@ -61,7 +61,7 @@ class FlowscopeCallback(BareWatch, keras.callbacks.Callback):
     def _loss(self) -> Any:
         """What the batch added to Keras' mean of the losses: the sum and its weight, without waiting for a device."""
         mean = self.model._loss_tracker
-        now = tuple(_number(held) for held in (mean.total, mean.count))
+        now = _number(mean.total), _number(mean.count)
         before, self._sums = self._sums, now
         return (now[0] - before[0]) / (now[1] - before[1])
 

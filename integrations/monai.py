@@ -12,8 +12,9 @@ from flowscope.errors import FlowscopeError
 
 try:
     import monai  # noqa: F401
+    from ignite.engine import Events
 
-    from flowscope.integrations.ignite import Events, attach
+    from flowscope.integrations.ignite import attach
 except ImportError as error:
     raise FlowscopeError(
         'flowscope.integrations.monai needs monai and Ignite, which are not installed: pip install "flowscope[monai]".'

@@ -122,7 +122,8 @@ class Coverage:
         if sure is not None and len(sure) == len(values):
             # at a point a norm that is NaN may be that of a gradient that is
             known = known & (sure == 1) if name == "param_grad_norm" else sure > 0
-        return known & (values != 0)
+        seen: Flags = known & (values != 0)
+        return seen
 
     def heard(self, kind: str, shown_by: Iterable[str], record: Record, *, told: bool | None) -> None:
         """A detector has looked at a record.

@@ -216,6 +216,7 @@ def _longest(places: Iterable[Place], above: dict[Place, set[Place]]) -> set[Pla
     """The longest row of points of which each comes from the one before; of two the one that ends last."""
     rows: dict[Place, tuple[Place, ...]] = {}
     for place in places:
-        before = max((rows[p] for p in rows if p in above[place]), key=len, default=())
+        before: tuple[Place, ...] = max((rows[p] for p in rows if p in above[place]), key=len, default=())
         rows[place] = (*before, place)
-    return set(max(reversed(rows.values()), key=len, default=()))
+    longest: tuple[Place, ...] = max(reversed(rows.values()), key=len, default=())
+    return set(longest)

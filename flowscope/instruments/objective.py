@@ -20,7 +20,8 @@ from flowscope.hooks.hooks import Hooks
 from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
-from flowscope.model.hidden_state import floating_tensors, is_compiling, nested_tensors
+from flowscope.model.hidden_state import floating_tensors, is_compiling
+from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder

@@ -363,7 +363,7 @@ def end(report: CheckReport, options: Options) -> NoReturn:
         status = _of_all_ranks(report.status)
         _on_one_line("")
         if first_rank() and sys.__stdout__ is not None:
-            sys.__stdout__.reconfigure(errors="replace")  # type: ignore[union-attr]
+            sys.__stdout__.reconfigure(errors="replace")
             print(report.json() if options.json else report, file=sys.__stdout__)
     finally:
         leave(status)
