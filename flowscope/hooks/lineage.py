@@ -209,7 +209,7 @@ def _beside(places: Sequence[Place], above: dict[Place, set[Place]], entry: Plac
         if place != entry:
             groups.setdefault(place[0].rpartition(".")[0], set()).add(place)
     alone = (group for group in groups.values() if len(group) > 1 and not any(above[p] & group for p in group))
-    return set().union(*alone)
+    return set[Place]().union(*alone)
 
 
 def _longest(places: Iterable[Place], above: dict[Place, set[Place]]) -> set[Place]:
