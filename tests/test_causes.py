@@ -59,6 +59,14 @@ def copied(every: int, count: int = 800) -> np.ndarray:
     return losses
 
 
+@pytest.mark.parametrize(("back", "severities"), [(True, {"info"}), (False, {"warning"})])
+def test_a_calm_loss_that_rises_for_a_hundred_steps_is_judged_behind_its_top(back: bool, severities: set[str]) -> None:
+    """A codebook's own scale grows: from .03 to 1.2 in 90 steps while steps are as usual, and down again in as many."""
+    losses = learned(800)
+    losses[300:] += 1.2 * np.interp(np.arange(500), [0, 90, 180], [0, 1, 0 if back else 1])
+    assert {severity for kind, _, severity in raised(play(steps(losses))) if kind == "loss_spike"} == severities
+
+
 # -- jumps ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from detector_records import header, record
 from torch import Tensor, nn
 
 import flowscope
@@ -65,6 +66,26 @@ def test_returns_that_become_equal_once_the_policy_always_wins_are_an_info() -> 
         return -((chance - chance.detach()) * size * (x[:, 0] - x[:, 0].mean()) + 0.01 * size).mean()
 
     assert told(centred) == [("no_signal", "info", LOST_AT + 2)]
+
+
+def test_a_loss_of_either_sign_that_is_0_for_good_is_an_info() -> None:
+    """A policy that always wins from one step to the next: advantages of either sign, then none."""
+
+    def policy(model: nn.Module, step: int) -> Tensor:
+        x, y = rows(step)
+        chance = model(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+        return -(chance * (x[:, 0] - x[:, 0].mean()) * (step < LOST_AT)).mean()
+
+    assert told(policy) == [("no_signal", "info", LOST_AT + 2)]
+
+
+def test_a_record_whose_neighbours_have_a_loss_says_nothing() -> None:
+    detector = NoSignal()
+    names = ("param_trainable", "param_optimized", "param_grad_norm", "steps_made")
+    for step, (pull, losses) in enumerate([(1.0, [1.0]), *[(0.0, [0.5, 0.0])] * 8]):
+        columns = dict(zip(names, ([1.0], [1.0], [pull], [step + 1.0]), strict=True))
+        found = [*detector.findings(record(step, loss=losses[-1], step_losses=losses, **columns), header())]
+        assert [f for f in found if f.level == "beyond"] == []
 
 
 def test_batches_without_signal_between_others_say_nothing() -> None:

@@ -262,7 +262,8 @@ class LossSpike(Detector):
         since, top, strained = int(waiting["since"]), waiting["top"], waiting["wait"] == STRAINED_WAIT
         falls = _falls(seen[-CALM_WAIT:]) or _falls(seen[-CALM_WAIT // 2 :])
         rises = _falls(seen[: -CALM_WAIT - 1 : -1])
-        moves = (falls and len(seen) < LONGEST_WAIT) or (rises and not strained and len(seen) < STILL_RISES * CALM_WAIT)
+        climbs = rises and not (strained or self._rivals) and len(seen) < STILL_RISES * CALM_WAIT
+        moves = (falls and len(seen) < LONGEST_WAIT) or climbs
         if not back and (len(seen) < waiting["wait"] or moves):
             return None
         self.state["waiting"] = {}

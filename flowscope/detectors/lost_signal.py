@@ -20,6 +20,8 @@ LEARNED = 0.5
 """A loss that had fallen below this share of its start when the gradient vanished has nothing left to teach."""
 FADED = 0.1
 """So had gradients that had come down to this share of the first: a policy that always wins has equal returns."""
+BOTH = 3
+"""Losses above 0 and below: no such loss comes down to 0."""
 ENOUGH = 5
 """Losses other than 0, at the start and at the end, whose medians say so."""
 
@@ -42,6 +44,7 @@ class NoSignal(Detector):
     begins_with: ClassVar[dict[str, Any]] = {
         "alive": False,
         "silent": 0,
+        "signs": 0,
         "first": deque(maxlen=ENOUGH),
         "latest": deque(maxlen=ENOUGH),
         # and the norms of all gradients together, other than 0
@@ -62,10 +65,14 @@ class NoSignal(Detector):
             self.state["alive"], self.state["silent"] = True, 0
             keep_ends(self.state["large"], self.state["small"], float(np.linalg.norm(seen)))
             return
-        self.state["silent"] += 1
-        if not self.state["alive"]:
+        losses = losses_of(record)
+        # batches between this record and the last had something to teach, where this one's loss is 0 and theirs are not
+        between = losses.size > 0 and losses[-1] == 0 and bool((losses != 0).any())
+        self.state["silent"] = 0 if between else self.state["silent"] + 1
+        if between or not self.state["alive"]:
             return  # `no_gradient` tells of it
         learned = came_down(self.state["first"], self.state["latest"], LEARNED) or self._faded()
+        learned = learned or self.state["signs"] == BOTH  # of policy gradients: their level says nothing
         message = (
             f"the gradient of all {seen.size} parameters is exactly 0 in the last {self.state['silent']} records, "
             "though everything is connected: the loss has no signal"
@@ -78,6 +85,7 @@ class NoSignal(Detector):
         for loss in losses_of(record):
             if loss != 0:
                 keep_ends(self.state["first"], self.state["latest"], abs(float(loss)))
+                self.state["signs"] = int(self.state["signs"]) | (1 if loss > 0 else 2)
 
     def _faded(self) -> bool:
         large, small = self.state["large"], self.state["small"]
