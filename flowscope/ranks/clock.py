@@ -65,7 +65,8 @@ class Clock:
         self.uneven = self.stamp != NEVER and taken != self._taken
         self._taken, self.begun = taken, 0
         self.before, self.stamp = self.stamp, (self._entered, self._forwards, again)
-        self._steps[self.stamp] = step
+        if self.groups:  # else nobody can know other numbers
+            self._steps[self.stamp] = step
         if len(self._steps) > KEPT:
             del self._steps[next(iter(self._steps))]
 
