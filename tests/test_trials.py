@@ -719,6 +719,22 @@ def test_large_batches_are_cut_for_what_needs_many_passes(monkeypatch: pytest.Mo
     assert [x.shape[0] for x in bench.cut().batches[0]] == [2, 2]
 
 
+@pytest.mark.parametrize("dear", [True, False])
+def test_one_batch_is_learned_in_fewer_steps_where_a_pass_is_dear(dear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, passes = nothing_to_learn(True), []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        passes.append(1)
+        return task.loss(model, batch)
+
+    if dear:
+        monkeypatch.setattr("flowscope.trials.overfit.AFFORDED", 1.0)
+    (finding,) = found(task._replace(loss=loss), "overfit")
+    assert finding.status == "note"
+    assert ("more than 15 steps take too long here" in finding.message) == dear
+    assert len(passes) == 1 + 2 * (15 if dear else 50)  # one for what a pass costs, then at each of two rates
+
+
 def test_a_loss_that_calls_a_part_of_the_model_is_tried_at_that_part() -> None:
     model = nn.ModuleDict({"large": classifier(MixesSamples(True)), "small": nn.Linear(3, 3)})
     loss = lambda m, batch: F.cross_entropy(m["small"](m["large"](batch[0])), batch[1])  # noqa: E731

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from test_check_command import started
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from trial_models import class_loss, classifier, rows
 
 from flowscope.errors import CannotJudgeError
@@ -454,3 +457,109 @@ def test_the_loss_in_another_unit_is_no_term_thrown_away(same: bool) -> None:
 
     ((status, _, _),) = told(Bench(Told(), rows(), lambda m, b: m(b)), "loss_path")
     assert status == ("pass" if same else "fail")
+
+
+class Elsewhere(TorchFunctionMode):
+    """A mode that a script has entered since the tape began to listen."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_noise_that_is_drawn_before_a_model_is_called_is_what_it_was(inside: bool) -> None:
+    """The second pass of a critic, over noise drawn between two backward passes; the tape may hear that or not."""
+    net, (x, y) = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), rows()[0]
+    tape = Tape()
+    tape.follow(net)
+    try:
+        first = F.cross_entropy(net(x), y)
+        with Elsewhere() if inside else contextlib.nullcontext():
+            tape.backward(first)
+        second = F.cross_entropy(net(torch.randn(32, 6)), y)
+        tape.backward(second)
+    finally:
+        tape.close()
+    bench = Bench(net, tape.recorded, lambda m, batch: batch.play())
+    assert [bench.again(one) for one in tape.recorded] == [first.item(), second.item()]
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
+@pytest.mark.parametrize("kind", ["averaged", "copied", "summed from 0"])
+@pytest.mark.parametrize("as_module", [True, False], ids=["module", "state"])
+def test_a_mean_of_the_vectors_of_a_spectral_norm_is_told(old: bool, kind: str, as_module: bool) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.utils.spectral_norm if old else torch.nn.utils.parametrizations.spectral_norm
+    model = nn.Sequential(nn.Linear(6, 16), norm(nn.Linear(16, 12)), nn.Tanh(), nn.Linear(12, 3))
+    names = [name for name, _ in model.named_buffers()]
+    average = copy.deepcopy(model) if as_module else {name: x.clone() for name, x in model.state_dict().items()}
+    held = average.state_dict() if as_module else average
+    for name in names:
+        other = F.normalize(torch.randn(model.state_dict()[name].shape), dim=0)
+        if kind == "summed from 0":
+            held[name].copy_(0.1 * other)
+        else:
+            held[name].lerp_(other, 0.5 if kind == "averaged" else 1.0)
+    (found,) = told(Bench(model, rows(), class_loss), "train_eval")
+    if kind == "averaged":
+        length = held[names[0]].norm().item()
+        assert found[:2] == ("fail", "1")
+        assert f"{names[0]} with length {length:.4g}" in found[2]
+    else:
+        assert found[0] == "pass"
+
+
+def test_tensors_of_another_net_are_saved_with_that() -> None:
+    """A generator's loss goes through a critic; a single layer that stands outside of the model is told."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    critic, alone = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(6, 1)
+    for judge, status, says in ((critic, "pass", "4 tensors of the loss are"), (alone, "note", "2 tensors outside")):
+        bench = Bench(maker, rows(), lambda m, batch, judge=judge: -judge(m(batch[0])).mean())
+        (found,) = told(bench, "saving")
+        assert found[0] == status
+        assert says in found[2]
+
+
+class Masked(nn.Module):
+    """Covers some of its inputs at random: in training, or always."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.inner, self.head, self.always = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 3), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or self.training:
+            x = x * (torch.rand(1, 6) > 0.5)
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_random_numbers_are_placed_where_they_are_drawn(always: bool) -> None:
+    torch.manual_seed(0)
+    for model, where, name in (
+        (Masked(always), "", "the model's own forward"),
+        (nn.Sequential(Masked(always), nn.Linear(3, 3)), "0", "0"),
+    ):
+        (found,) = told(Bench(model, rows(), class_loss), "train_eval")
+        assert found[:2] == ("note", where)
+        mode = "in training and in evaluation" if always else "in training"
+        assert found[2] == f"{name} draws random numbers {mode} that are no dropout"
+
+
+def test_the_points_of_a_recurrent_layer_are_time_steps() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 30, 4), torch.randint(3, (8,))
+    (found,) = told(Bench(Last(), [batch], class_loss), "signal")
+    assert found[:2] == ("note", "lstm")
+    assert found[2].endswith("over 30 time steps of lstm")
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Sigmoid()) for _ in range(8)), nn.Linear(6, 3))
+    assert any(" layers" in message for _, _, message in told(Bench(chain, rows(), class_loss), "signal"))

@@ -14,6 +14,8 @@ from flowscope.trials.bench import Bench, Call, Seen, batch_tensors, beyond_roun
 
 SHORTEST = 3
 """Positions a sequence needs at least."""
+MODEL = "the model's own forward"
+"""What a place without a path is called."""
 _TIME_FIRST = (nn.RNNBase, nn.MultiheadAttention)
 
 
@@ -112,4 +114,4 @@ def outputs(seen: Sequence[Seen], part: Callable[[Tensor], Tensor | None]) -> li
 
 def name_of(seen: Seen) -> str:
     """A module's path, and words for the whole model."""
-    return seen.path or "the model's own forward"
+    return seen.path or MODEL

@@ -11,6 +11,8 @@ from flowscope.trials.bench import Bench
 from flowscope.trials.trial import Trial, TrialFinding
 
 STEPS = 50
+FEWEST, AFFORDED = 15, 2.5e11
+"""Fewer steps, but so many, where all would take more floating-point operations than this."""
 RATES = (3e-3, 3e-4)
 """Of Adam; the second where the first makes the loss rise."""
 FALLEN = 0.7
@@ -32,18 +34,21 @@ class Overfit(Trial):
             raise CannotJudgeError("no parameter is trainable")
         begin = {n: p.detach().clone() for n, p in parameters.items()}
         told = ""
+        steps = int(AFFORDED / (3 * bench.flops)) if bench.flops else STEPS  # backward takes two forwards
+        steps = max(FEWEST, min(STEPS, steps))
         for rate in RATES:
             with torch.no_grad():
                 for n, p in parameters.items():
                     p.copy_(begin[n])
-            losses = self._train(bench, list(parameters.values()), rate)
+            losses = self._train(bench, list(parameters.values()), rate, steps)
             first, last = losses[0], min(losses[-5:])
-            if last < first - (1 - FALLEN) * abs(first):
+            if _fallen(first, last):
                 yield self.passed(
                     f"one batch: loss {first:.4g} to {last:.4g} in {len(losses)} steps of Adam at {rate:g}"
                 )
                 return
             told = f"one batch: loss {first:.4g}, after {len(losses)} steps of Adam at {rate:g} still {last:.4g}"
+        told += f"; more than {steps} steps take too long here" if steps < STEPS else ""
         resting = [n for n, p in parameters.items() if torch.equal(p.detach(), begin[n])]
         where = resting[0].rpartition(".")[0] if resting else ""
         more = f"; {len(resting)} parameters did not move, first {resting[0]}" if resting else ""
@@ -51,10 +56,10 @@ class Overfit(Trial):
         yield self.noted(where, told + more, advice)
 
     @staticmethod
-    def _train(bench: Bench, parameters: list[torch.nn.Parameter], rate: float) -> list[float]:
+    def _train(bench: Bench, parameters: list[torch.nn.Parameter], rate: float, steps: int) -> list[float]:
         optimizer = torch.optim.Adam(parameters, rate)
         losses = []
-        for _ in range(STEPS):
+        for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             with bench.alike():
                 loss = bench.loss(bench.batches[0])
@@ -63,6 +68,10 @@ class Overfit(Trial):
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(float(loss.detach()))
-            if losses[-1] < losses[0] - 0.5 * abs(losses[0]):
+            if _fallen(losses[0], losses[-1]):
                 break
         return losses
+
+
+def _fallen(first: float, last: float) -> bool:
+    return last < first - (1 - FALLEN) * abs(first)

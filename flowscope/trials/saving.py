@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowscope.errors import CannotJudgeError
+from flowscope.scripts import outermost_models
 from flowscope.torch_internals import leaves_below
 from flowscope.trials.bench import Bench, batch_tensors
 from flowscope.trials.layout import first_that_differs
@@ -32,6 +33,8 @@ class Saving(Trial):
         """A finding for leaves that are not saved, one for state that changes in training and is not."""
         model, call = bench.model, bench.calls()[0]
         leaves = self._kept_leaves(bench)
+        others = _of_other_nets(model, leaves)
+        leaves = [leaf for leaf in leaves if id(leaf) not in others]
         before = bench.look(call)
         if first_that_differs(before[-1:], bench.look(call)[-1:], _whole) is not None:
             raise CannotJudgeError("the same input gives different outputs in evaluation mode (see determinism)")
@@ -65,7 +68,8 @@ class Saving(Trial):
                 changed[0], message, "register_buffer it with persistent=True, or it begins anew on a resume"
             )
             return
-        yield self.passed("saved, drawn anew and loaded, the model gives the same output")
+        said = f"; {len(others)} tensors of the loss are parameters of other nets" if others else ""
+        yield self.passed(f"saved, drawn anew and loaded, the model gives the same output{said}")
 
     def _lost(self, model: nn.Module, lost: list[Tensor]) -> TrialFinding:
         ids, count = {id(t) for t in lost}, len(lost)
@@ -100,6 +104,17 @@ class Saving(Trial):
         changed = [n for n, t in now.items() if n in before and t.shape == before[n].shape]
         changed = [n for n in changed if not torch.equal(now[n], before[n])]
         return changed if changed and _reads(bench, [now[n] for n in changed], [before[n] for n in changed]) else []
+
+
+def _of_other_nets(model: nn.Module, leaves: list[Tensor]) -> set[int]:
+    """The ids of those leaves that are parameters of nets which the model holds nowhere: a critic, a teacher.
+
+    They are in the state of that net. A single layer that stands outside is none.
+    """
+    own = {id(t) for _, t in itertools.chain(model.named_parameters(), _plain(model))}
+    strangers = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own}
+    nets = [net for net in outermost_models(strangers) if any(True for _ in net.children())] if strangers else []
+    return strangers & {id(p) for net in nets if net is not model for p in net.parameters()}
 
 
 def _reads(bench: Bench, now: list[Tensor], before: list[Tensor]) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from torch import nn
 
 from flowscope.errors import CannotJudgeError
 from flowscope.records import Array, Record, split_key
@@ -29,31 +30,31 @@ class Signal(Trial):
     def findings(self, bench: Bench) -> Iterable[TrialFinding]:
         """A finding a flow and profile beyond its range."""
         record = _watched(bench)
-        told = [*self._products(record), *self._scales(record), *self._dead(record)]
+        told = [*self._products(bench, record), *self._scales(bench, record), *self._dead(record)]
         if not told and not any(split_key(key)[0] == "act_rms" for key in record.metrics):
             raise CannotJudgeError("the model has no chain of layers that could be told")
         yield from told or [self.passed("gradient, activations and units are in their ranges along depth")]
 
-    def _products(self, record: Record) -> Iterable[TrialFinding]:
+    def _products(self, bench: Bench, record: Record) -> Iterable[TrialFinding]:
         for flow, values in _profiles(record, "gradient_product"):
             if not np.isfinite(values).any():
                 continue
             first = float(values[np.isfinite(values)][0])
             if first < LEAST or first > MOST:
                 words = "vanishes" if first < LEAST else "explodes"
-                message = f"the gradient {words} on the way down: by {first:.3g} over {values.size} layers"
-                yield self.noted(
-                    flow or "", message, "a residual path with normalisation, or another scale at the start"
-                )
+                where, over, advice = _along(bench, record.labels("gradient_product", flow), flow)
+                message = f"the gradient {words} on the way down: by {first:.3g} over {values.size} {over}"
+                advice = advice or "a residual path with normalisation, or another scale at the start"
+                yield self.noted(where, message, advice)
 
-    def _scales(self, record: Record) -> Iterable[TrialFinding]:
+    def _scales(self, bench: Bench, record: Record) -> Iterable[TrialFinding]:
         for flow, values in _profiles(record, "act_rms"):
             good = values[np.isfinite(values) & (values > 0)]
             if good.size > 1 and not 1 / GROWTH <= good[-1] / good[0] <= GROWTH:
-                message = f"activations go from {good[0]:.3g} to {good[-1]:.3g} over {good.size} layers"
-                yield self.noted(
-                    flow or "", message, "normalise, or start the weights at sqrt(2 / fan in) (He) or 1 (Glorot)"
-                )
+                where, over, advice = _along(bench, record.labels("act_rms", flow), flow)
+                message = f"activations go from {good[0]:.3g} to {good[-1]:.3g} over {good.size} {over}"
+                advice = advice or "normalise, or start the weights at sqrt(2 / fan in) (He) or 1 (Glorot)"
+                yield self.noted(where, message, advice)
 
     def _dead(self, record: Record) -> Iterable[TrialFinding]:
         for flow, values in _profiles(record, "dead_fraction"):
@@ -73,6 +74,20 @@ def _profiles(record: Record, metric: str) -> Iterator[tuple[str | None, Array]]
         name, flow = split_key(key)
         if name == metric:
             yield flow, values
+
+
+def _along(bench: Bench, labels: Sequence[str], flow: str | None) -> tuple[str, str, str]:
+    """The place of a profile, what its points are, and what to do where they are no layers.
+
+    The points of one recurrent module are its time steps, "lstm#0", "lstm#1", ...
+    """
+    modules = dict(bench.model.named_modules())
+    one = {label.partition("#")[0] for label in labels}
+    recurrent = [name for name in one if isinstance(modules.get(name), (nn.RNNBase, nn.RNNCellBase))]
+    if len(one) > 1 or not recurrent:
+        return flow or "", "layers", ""
+    advice = "usual over many steps; a forget gate's bias of 1 (orthogonal weights in a plain RNN) reaches further back"
+    return recurrent[0], f"time steps of {recurrent[0]}", advice
 
 
 def _watched(bench: Bench) -> Record:

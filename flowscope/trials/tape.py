@@ -230,6 +230,8 @@ class Tape:
         written = event.writes
         if self._inside or event.name in _SILENT or (not event.made and written is None):
             return
+        if self._chance is None:
+            return  # what comes before the first model is a constant: it drew before our state was kept
         if written is not None:
             others = nested_tensors((event.args[1:], event.kwargs))
             # what is written to a tensor from elsewhere stands in the copy that is taken when it is first used

@@ -13,9 +13,12 @@ from torch.overrides import TorchFunctionMode
 from flowscope.errors import CannotJudgeError
 from flowscope.model.example_inputs import evaluating, modes
 from flowscope.model.plan import display_path
+from flowscope.trials.averages import shortened
 from flowscope.trials.bench import Bench, Call, Seen
+from flowscope.trials.criteria import Listener
 from flowscope.trials.kept import put_back
-from flowscope.trials.layout import first_that_differs, name_of
+from flowscope.trials.layout import MODEL, first_that_differs, name_of
+from flowscope.trials.recomputation import DRAWS as RANDOM
 from flowscope.trials.trial import Trial, TrialFinding
 
 _QUIET = ("drop", "norm", "noise")
@@ -76,13 +79,12 @@ class TrainEval(Trial):
         """One finding: the first module, in the order of the pass, that behaves otherwise."""
         call = bench.calls()[0]
         drops: list[str] = []
-        with bench.place() as place, _Dropping(lambda: drops.append(place() or "")):
+        in_evaluation: list[str] = []
+        with bench.place() as place, _Dropping(lambda: drops.append(place() or "")), _drawing(place, in_evaluation):
             evaluated = bench.look(call)
         yield from self._mode(bench)
-        if drops:
-            message = f"{drops[0] or 'the model'} drops values in evaluation mode, too: its answers are random there"
-            advice = "F.dropout(x, p, training=self.training); right only for answers that are drawn on purpose"
-            yield self.failed(drops[0], message, advice)
+        if (told := self._averaged(bench) or self._dropping(drops)) is not None:
+            yield told
             return
         if first_that_differs(evaluated[-1:], bench.look(call)[-1:], _whole) is not None:
             raise CannotJudgeError("the same input gives different outputs in evaluation mode (see determinism)")
@@ -97,7 +99,9 @@ class TrainEval(Trial):
                 yield self.failed(where, message, advice)
             return
         moved: dict[str, Tensor] = {}
-        trained, again = self._trained(bench, call, 0, moved), self._trained(bench, call, 1, moved)
+        in_training: list[str] = []
+        trained = self._trained(bench, call, 0, moved, in_training)
+        again = self._trained(bench, call, 1, moved, in_training)
         if len(trained[-1].tensors) != len(evaluated[-1].tensors):
             yield self.noted(
                 "", "the model returns other tensors in training than in evaluation", "right for detectors"
@@ -107,8 +111,12 @@ class TrainEval(Trial):
             raise CannotJudgeError("the model returns no floating-point tensor")
         if first_that_differs(trained[-1:], again[-1:], _whole) is not None:
             first = first_that_differs(trained, again, _whole) or trained[-1]
-            message = f"{name_of(first)} draws random numbers in training that are no dropout"
-            yield self.noted(first.path, message, "right for noise that is meant; it is off in evaluation")
+            where = next(iter(in_training), first.path)
+            mode = "in training and in evaluation" if where in in_evaluation else "in training"
+            message = f"{where or MODEL} draws random numbers {mode} that are no dropout"
+            advice = "right for masks and noise that are meant; the answers are random in evaluation, too"
+            advice = advice if where in in_evaluation else "right for noise that is meant; it is off in evaluation"
+            yield self.noted(where, message, advice)
             return
         if first_that_differs(evaluated[-1:], trained[-1:], _whole, 4096.0) is None:
             yield self.passed("with dropout off and normalisation fixed, both modes give the same output")
@@ -132,6 +140,23 @@ class TrainEval(Trial):
             advice = "call model.train() before training goes on (after an evaluation, or from_pretrained)"
             yield self.noted("", f"{message}, first {off[0]}", advice)
 
+    def _averaged(self, bench: Bench) -> TrialFinding | None:
+        """An average of the weights, for evaluation, that holds means of what does not bear averaging."""
+        if (vector := shortened(bench.model)) is None:
+            return None
+        where = display_path(vector.name.rpartition(".")[0].partition(".parametrizations")[0])
+        message = f"an average of the model's state holds {vector.name} with length {vector.length:.4g}; a spectral"
+        message += " norm's vector has length 1, so what is evaluated has larger weights than what is trained"
+        return self.failed(where, message, "average parameters alone, and copy buffers (AveragedModel does so)")
+
+    def _dropping(self, drops: list[str]) -> TrialFinding | None:
+        """Dropout that goes on in evaluation."""
+        if not drops:
+            return None
+        message = f"{drops[0] or 'the model'} drops values in evaluation mode, too: its answers are random there"
+        advice = "F.dropout(x, p, training=self.training); right only for answers that are drawn on purpose"
+        return self.failed(drops[0], message, advice)
+
     @staticmethod
     def _by_moving(bench: Bench, call: Call, moved: dict[str, Tensor], trained: list[Seen]) -> bool:
         """Whether an evaluation with the buffers that training left gives what training gave."""
@@ -144,20 +169,31 @@ class TrainEval(Trial):
         return bool(moved) and first_that_differs(evaluated[-1:], trained[-1:], _whole, 4096.0) is None
 
     @staticmethod
-    def _trained(bench: Bench, call: Call, seed: int, moved: dict[str, Tensor]) -> list[Seen]:
+    def _trained(bench: Bench, call: Call, seed: int, moved: dict[str, Tensor], drawn: list[str]) -> list[Seen]:
         """What modules return in training mode, dropout and normalisation layers apart.
 
-        Buffers that the pass changed are added to `moved`, by name.
+        Buffers that the pass changed are added to `moved`, by name; where it drew random numbers, to `drawn`.
         """
         part = bench.model.get_submodule(call.part)
         quiet = modes(bench.model, lambda module: not _is_quiet(module))
         before = {name: buffer.detach().clone() for name, buffer in bench.model.named_buffers()}
-        with put_back(bench.model), quiet, torch.no_grad(), bench.alike(seed), _NoDropout():
-            seen = bench.seen(lambda: part(*call.args, **call.kwargs))
+        with put_back(bench.model), quiet, torch.no_grad(), bench.alike(seed), bench.place() as place:
+            with _drawing(place, drawn), _NoDropout():  # which keeps dropout from being heard
+                seen = bench.seen(lambda: part(*call.args, **call.kwargs))
             for name, buffer in bench.model.named_buffers():
                 if name in before and buffer.is_floating_point() and not torch.equal(buffer, before[name]):
                     moved[name] = buffer.detach().clone()
         return seen
+
+
+def _drawing(place: Callable[[], str | None], found: list[str]) -> Listener:
+    """Hears functions that draw random numbers: the module that calls one is added to `found`."""
+
+    def heard(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if any(word in getattr(func, "__name__", "") for word in RANDOM):
+            found.append(place() or "")
+
+    return Listener(heard)
 
 
 def _gains(bench: Bench, call: Call) -> Iterable[tuple[str, float, bool]]:
