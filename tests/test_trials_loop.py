@@ -521,6 +521,24 @@ def test_tensors_of_another_net_are_saved_with_that() -> None:
         assert says in found[2]
 
 
+def test_a_second_net_that_a_loss_goes_through_is_put_back() -> None:
+    """Each pass of a critic moves the vectors of its spectral norm, and adds to its gradients."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    norm = torch.nn.utils.parametrizations.spectral_norm
+    critic = nn.Sequential(norm(nn.Linear(6, 16)), nn.LeakyReLU(0.1), norm(nn.Linear(16, 1)))
+    batches = [recorded(lambda x=x: -critic(maker(x)).mean(), maker, critic) for x, _ in rows()]
+    F.relu(1 - critic(rows()[0][0])).mean().backward()
+    before = {name: x.clone() for name, x in critic.state_dict().items()}
+    gradients = [p.grad.clone() for p in critic.parameters()]
+    bench = Bench(maker, batches, lambda m, batch: batch.play(), [torch.optim.Adam(maker.parameters())])
+    bench.compare(batches[0])
+    report = run_trials(bench, chosen())
+    assert {f.status for f in report.findings if f.trial in ("determinism", "saving")} == {"pass"}
+    assert all(torch.equal(x, before[name]) for name, x in critic.state_dict().items())
+    assert all(map(torch.equal, gradients, [p.grad for p in critic.parameters()]))
+
+
 class Masked(nn.Module):
     """Covers some of its inputs at random: in training, or always."""
 

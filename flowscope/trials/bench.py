@@ -177,7 +177,7 @@ class Bench:
 
     def again(self, recorded: Any) -> float:
         """The loss of a recorded pass, made again with what it drew then; NaN where it cannot be made."""
-        with put_back(self.model), contextlib.suppress(Exception):
+        with put_back(self.model, held=recorded), contextlib.suppress(Exception):
             torch.set_rng_state(recorded.chance)
             return float(self.loss(recorded).detach())
         return math.nan

@@ -67,12 +67,14 @@ class Recorded:
         constants: copies of the tensors that came from elsewhere, by the number of the original.
         loss: the value that backward was called on, without the scaler's scale.
         chance: torch's random state (CPU) when the first call began.
+        nets: the modules that are called; what is kept of a batch (`put_back`) keeps them, too.
     """
 
     def __init__(
         self, events: list[Event], constants: dict[int, Tensor], loss: Tensor, scale: float, chance: Tensor
     ) -> None:
         self.events, self.constants, self.chance = events, constants, chance
+        self.nets = [*{id(event.call): event.call for event in events if isinstance(event.call, nn.Module)}.values()]
         self._loss, self._scaling = loss, scale
         self.loss = float(loss.detach()) / scale
 
