@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ def _without_gradient(records: Sequence[Record]) -> list[str]:
     held = [record for record in records if {"param_grad_norm", "param_trainable"} <= record.metrics.keys()]
     if not held:
         return []
-    arrived = {name for record in held for name in _named(record, ~np.isnan(record["param_grad_norm"]))}
-    asked = _named(held[-1], held[-1]["param_trainable"] == 1)
+    arrived = {name for record in held for name in _named(record, "param_grad_norm", lambda norm: not np.isnan(norm))}
+    asked = _named(held[-1], "param_trainable", lambda trainable: trainable == 1)
     optimized = _optimized(records)
     return [name for name in asked if name not in arrived and (optimized is None or name in optimized)]
 
@@ -90,9 +90,9 @@ def _is_target(flow: str, records: Sequence[Record]) -> bool:
 def _optimized(records: Sequence[Record]) -> set[str] | None:
     """The parameters that an optimizer holds, None where that is not known."""
     last = next((record for record in reversed(records) if "param_optimized" in record.metrics), None)
-    return None if last is None else {*_named(last, last["param_optimized"] == 1)}
+    return None if last is None else {*_named(last, "param_optimized", lambda held: held == 1)}
 
 
-def _named(record: Record, rows: np.ndarray[Any, Any]) -> list[str]:
-    """The parameters of these rows: parameters that join a run give it records of other length."""
-    return [name for name, wanted in zip(record.labels("param_grad_norm"), rows, strict=False) if wanted]
+def _named(record: Record, metric: str, wanted: Callable[[float], bool]) -> list[str]:
+    """The parameters whose number is one of the wanted."""
+    return [name for name, value in zip(record.labels(metric), record[metric], strict=False) if wanted(value)]

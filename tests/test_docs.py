@@ -249,7 +249,7 @@ def recorded() -> set[str]:
             stepper(model, optimizer)(batches()[0])
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
-    names |= waiting() | built_in_forward() | playing() | returning_more() | evaluating() | replaying()
+    names |= waiting() | spoiled() | built_in_forward() | playing() | returning_more() | evaluating() | replaying()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -264,6 +264,16 @@ def waiting() -> set[str]:
     with flowscope.watch(model, optimizers, config={"console": "off"}) as scope:
         for optimizer in optimizers:
             optimizer.step()
+    return {*scope.records[0].metrics}
+
+
+def spoiled() -> set[str]:
+    """The metric names of a step whose input is NaN: which call was the first to be bad."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        x, y = batches()[0]
+        stepper(model, optimizer)((x * torch.nan, y))
     return {*scope.records[0].metrics}
 
 

@@ -163,7 +163,7 @@ def test_a_fault_behind_an_entrance_changes_nothing(
 
 def test_hooks_are_registered_in_two_places_only() -> None:
     """A hook of torch elsewhere than in flowscope/hooks would go past the guard; a bench's own runs are no training."""
-    bench = ("trials", "testing", "jacobian", "merging", "model", "extras", "integrations")
+    bench = ("trials", "comparing", "testing", "jacobian", "merging", "model", "extras", "integrations")
     found = set()
     for path in PACKAGE.rglob("*.py"):
         place = path.relative_to(PACKAGE)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import accelerate.test_utils
@@ -308,8 +309,10 @@ def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-u", "-m", "flowscope", "run", "--log-dir", "logs", "long.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # a shell starts what runs in the background deaf to Ctrl-C, and a child would inherit that
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()  # it trains
@@ -320,7 +323,7 @@ def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, err = child.communicate(timeout=20)
                 break
-    assert child.returncode == 7
+    assert child.returncode == 7, err
     # unbuffered, print writes in pieces: the signal may fall between them, and then the line is not ended
     assert out.endswith(b"saved\n")
     assert b"the run is in" in err

@@ -384,8 +384,8 @@ def test_evaluation_between_and_pauses_count_for_nothing(mode: str, options: dic
     seen = [r for r in scope.records if "grad_norm" in r.metrics and np.isfinite(r["grad_norm"]).all()]
     for name, values in expected.metrics.items():
         # the optimizer has made one step more: that which a pause cut into; inputs are summed before it is known which
-        # forwards will be trained
-        others = {"effective_rank", "cosine_matrix", "steps_made", "input_checksum"}
+        # forwards will be trained; what is read in some samples only counts the paused step as one
+        others = {"effective_rank", "cosine_matrix", "steps_made", "input_checksum", "weight_spread"}
         if name not in ("forward_calls", "tracked_calls", *others) and not expected.spec(name).exact:
             np.testing.assert_allclose(seen[-1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 

@@ -76,7 +76,10 @@ class Lineage:
         self.parents[place] = earlier if found is None else found | known | (earlier or frozenset())
 
     def _nearest(self, inputs: Any) -> frozenset[Place] | None:
-        """The nearest points behind some tensors, each path ending at its first; None where no path can be followed."""
+        """The nearest points behind some tensors, each path ending at its first; None where no path can be followed.
+
+        A re-entrant checkpoint is one node: the points inside of it have none before its graph is built.
+        """
         waiting = [(-sequence_number(node), id(node), node) for t in floating_tensors(inputs) if (node := t.grad_fn)]
         if not waiting:
             return None
@@ -90,6 +93,8 @@ class Lineage:
                 continue
             if len(seen) > MOST_NODES:
                 return frozenset(found) or None
+            if "Checkpoint" in node.name():
+                return None
             for child, _ in node.next_functions:
                 if child is not None and id(child) not in seen and (made := sequence_number(child)) >= oldest:
                     seen.add(id(child))

@@ -137,7 +137,7 @@ class ModelView:
         Raises:
             FlowscopeError: a pattern of the user's matches none.
         """
-        names = [display_path(name) for name, _ in self.model.named_parameters()]
+        names = [display_path(name) for name, _ in self.model.named_parameters()] if self._parameters else []
         for pattern in self._parameters:
             if not any(fnmatch.fnmatchcase(name, pattern.removeprefix("!")) for name in names):
                 raise FlowscopeError(

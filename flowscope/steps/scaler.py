@@ -47,8 +47,9 @@ class ScalerWatch:
         return self.scale()
 
     def _updates(self) -> None:
-        found = found_by(self._scaler)
-        if known := {id(optimizer) for optimizer in self._hooks.optimizers()}:
+        # where nobody knows whose gradients these were, they are ours
+        found = self._hooks.faults.attempt("scaler", found_by, self._scaler, otherwise={0: []})
+        if 0 not in found and (known := {id(optimizer) for optimizer in self._hooks.optimizers()}):
             found = {key: tensors for key, tensors in found.items() if key in known}
         if found:  # else the update is that of another model's optimizer
             stepped, self._stepped = self._stepped, False
