@@ -72,7 +72,7 @@ def main() -> None:
         page = chromium.new_page(viewport={"width": 1280, "height": 1310})
         page.goto(wrapped.as_uri())
         page.get_by_role("button", name="Gates", exact=True).click()
-        page.get_by_role("heading", name="gate_mean over depth").wait_for()
+        page.get_by_role("heading", name="gate mean over depth").wait_for()
         save(page, images / "report_gates.png")
 
 

@@ -249,6 +249,17 @@ def loss_value(loss: Any) -> LateLoss | float | None:
     return LateLoss(value.float().mean())
 
 
+def of_several(loss: Any) -> str | None:
+    """What is to be said where the loss is many numbers; None where it is one."""
+    if not isinstance(loss, Tensor | np.ndarray) or not loss.ndim or math.prod(loss.shape) == 1:
+        return None
+    return (
+        f"scope.step(loss=...): got a {type(loss).__name__} of several numbers, expected one: records show "
+        "their mean, which is another loss than yours where backward saw a sum or weights. Pass the number that "
+        "backward is called on, e.g. scope.step(loss=loss.mean())"
+    )
+
+
 def step_number(step: Any) -> int | None:
     """Return the step as an int, None where none was given."""
     if step is None:

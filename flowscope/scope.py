@@ -211,9 +211,10 @@ class Scope:
         """Give the loss of a step; without an optimizer, also mark the end of the step. Never synchronises.
 
         Args:
-            loss: a scalar tensor or number. It belongs to the step that ended since the previous call, else to the one
-                under way; several are averaged. A loop that gives each loss before the optimizer's step goes on so: a
-                loss that comes after a new forward does not belong to a step that has its loss already.
+            loss: a scalar tensor or number; of a tensor of several the mean is taken, which is said once. It belongs to
+                the step that ended since the previous call, else to the one under way; several are averaged. A loop
+                that gives each loss before the optimizer's step goes on so: a loss that comes after a new forward does
+                not belong to a step that has its loss already.
             step: renumbers the step the call belongs to; the count goes on from there.
 
         Raises:
@@ -224,6 +225,8 @@ class Scope:
         if driver is None:
             return
         driver.observation.hooks.turns.leaf_loss = isinstance(loss, Tensor) and loss.is_leaf and loss.requires_grad
+        if (told := arguments.of_several(loss)) is not None:
+            driver.observation.hooks.warn_once(told)
         driver.mark()
         if self._unstepped is not None and not driver.count.ended:
             self._faults.attempt("never_stepped", self._unstepped.called)

@@ -172,7 +172,7 @@ def test_the_browser_draws_a_line_or_a_band_behind(runs: Path, tmp_path: Path) -
         page.goto(file.as_uri())
         page.locator(".heat canvas").first.wait_for()
         page.locator("#metric").select_option("act_rms")
-        page.get_by_role("heading", name="act_rms", exact=True).wait_for()
+        page.locator("h2 code", has_text="act_rms").wait_for()
         # first and last step of the good run and of the median of the four, before the lines of the two runs
         classes = [path.get_attribute("class") for path in page.locator(".depth .plot path").all()]
         band, line = "line behind middle", "line behind"

@@ -212,6 +212,22 @@ def test_wandb_rows_stand_at_the_optimizers_steps(wandb_run: Any, tmp_path: Path
     assert [row[:2] for row in table["data"]] == [[0, "raised"], [20, "resolved"]]
 
 
+@pytest.mark.parametrize("unwatched", [False, True])
+def test_what_the_readme_says_of_the_hooks_of_wandb_watch(wandb_run: Any, unwatched: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    wandb_run.watch(model, log="gradients", log_freq=1)
+    model(torch.randn(2, 4)).sum().backward()
+    if unwatched:
+        wandb_run.unwatch(model)
+    end_wandb(wandb_run)
+    loss = model(torch.randn(2, 4)).sum()
+    if unwatched:
+        loss.backward()
+        return
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
 def test_wandb_in_a_real_run(wandb_run: Any, tmp_path: Path) -> None:
     from flowscope.integrations.wandb import WandbSink
 

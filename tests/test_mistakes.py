@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,6 +193,30 @@ def test_tab_completion_finds_what_the_readme_uses() -> None:
     assert {"plot", "actions", "sinks", "integrations", "read_run"} <= {*dir(flowscope)}
     for name in dir(flowscope):
         assert getattr(flowscope, name) is not None
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_loss_of_several_numbers_is_averaged_and_said_once(
+    kind: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with flowscope.watch(net, optimizer, config={"console": "off"}) as scope:
+        for given in ([1.0, 2.0, 6.0], [4.0, 0.5]):
+            net(torch.randn(4, 4)).mean().backward()
+            optimizer.step()
+            scope.step(loss=kind(given))
+    assert [record.loss for record in scope.records] == [3.0, 2.25]
+    (told,) = [line for line in caplog.messages if "loss=" in line]
+    for part in ("several numbers, expected one", "their mean", "a sum or weights", "scope.step(loss=loss.mean())"):
+        assert part in told
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(2.0), torch.tensor([2.0]), np.float32(2.0), 2.0, 2])
+def test_a_loss_of_one_number_needs_no_word(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with flowscope.watch(model(), config={"console": "off"}) as scope:
+        scope.step(loss=loss)
+    assert not [line for line in caplog.messages if "loss=" in line]
 
 
 def test_some_parameters_are_watched_and_others_left_out() -> None:

@@ -16,6 +16,7 @@ from page_runs import HEADER, LABELS, LOST_AT, POINTS, STEPS, is_sick, name_of, 
 from panels_run import Watched, chromium
 from PIL import Image
 
+from flowscope.metrics import spec_of
 from flowscope.records import Record, Run
 from flowscope.views.report import MOST_BYTES, write_report
 
@@ -183,7 +184,7 @@ def test_a_view_is_in_the_address(browser: Any, reports: dict[int, Path]) -> Non
     view = page.url.partition("#")[2]
     page.close()
     again = opened(browser, reports[8], view=f"#{view}")
-    assert again.page.locator(".picture h2").inner_text() == "gain"
+    assert again.page.locator(".picture h2 code").inner_text() == "gain"
     assert again.page.locator("figcaption", has_text=name_of(4)).count() == 1
     assert again.page.locator("figure.heat .step-axis span").last.inner_text() == "6"  # 120 steps, 20 an epoch
     assert again.page.locator("figure.heat .axis-title").first.inner_text() == "epoch"
@@ -191,6 +192,45 @@ def test_a_view_is_in_the_address(browser: Any, reports: dict[int, Path]) -> Non
     broken = opened(browser, reports[1], view="#%7Bnonsense")
     assert broken.complaints == []
     broken.page.close()
+
+
+def test_the_step_axis_counts_tokens(browser: Any, reports: dict[int, Path]) -> None:
+    watched = opened(browser, reports[1])
+    page = watched.page
+    page.get_by_label("Unit of the step axis").select_option("tokens")
+    page.get_by_label("tokens a step").fill("50000")
+    page.get_by_label("tokens a step").press("Enter")
+    labels = page.locator("figure.heat .step-axis span")
+    page.locator("figure.heat .step-axis span", has_text="6M").wait_for()  # step 120
+    found = labels.all_inner_texts()
+    size = {"k": 1e3, "M": 1e6}
+    tokens = [float(text.rstrip("kM")) * size.get(text[-1], 1) for text in found]
+    assert (len(tokens), tokens[0]) == (7, 50_000 * STEPS[0])
+    assert {*tokens} <= {50_000.0 * step for step in STEPS}
+    assert tokens == sorted(tokens)
+    assert page.locator("figure.heat .axis-title").first.inner_text() == "tokens"
+    page.locator("figure.heat canvas").first.focus()  # a cell still tells its step
+    page.keyboard.press("ArrowUp")
+    assert page.locator(".heat .readout:visible > *").nth(1).inner_text() == f"step {STEPS[-1]}"
+    view = page.url.partition("#")[2]
+    page.close()
+    again = opened(browser, reports[1], view=f"#{view}")
+    assert again.page.locator("figure.heat .step-axis span").all_inner_texts() == found
+    assert again.complaints == []
+    again.page.close()
+
+
+def test_a_metric_is_told_in_words_and_kept_by_its_name(browser: Any, reports: dict[int, Path]) -> None:
+    watched = opened(browser, reports[1])
+    page = watched.page
+    says = spec_of("gradient_product", {}).words
+    assert page.locator(".picture h2").inner_text() == f"{says.rstrip('.')} gradient_product"
+    assert page.locator(".depth h2").inner_text() == "gradient product over depth"
+    assert page.locator(".profile > .hint").inner_text() == "↑ gradient product"
+    chosen = page.locator("#metric option:checked")
+    assert (chosen.inner_text(), chosen.get_attribute("value")) == ("gradient product", "gradient_product")
+    assert "gradient_product" in page.url
+    page.close()
 
 
 def saved(page: Any, name: str, kind: str) -> bytes:

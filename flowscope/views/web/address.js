@@ -13,6 +13,15 @@ export function fromAddress() {
   }
 }
 
+/** Copy the address; where the browser lets no page write to the clipboard, it is shown, to be copied by hand. */
+export async function copyAddress() {
+  try {
+    await navigator.clipboard.writeText(location.href);
+  } catch {
+    prompt("The link to this view:", location.href);
+  }
+}
+
 /** Keep this one there. */
 export function toAddress(chosen) {
   // the whole address: TensorBoard's page has a base of another one

@@ -8,6 +8,7 @@ import { el, emptyState, replace } from "./dom.js";
 import { colourBar, heatMap } from "./heatmap.js";
 import { lossFigure } from "./loss.js";
 import { matrixFigures, stackFigures } from "./matrix.js";
+import { heading, plain } from "./names.js";
 import { parameterTable } from "./parameters.js";
 import { dash, profileFigure } from "./profile.js";
 import { RunsTable } from "./runs.js";
@@ -209,8 +210,7 @@ export class App {
     });
     replace(
       this.parts.picture,
-      el("h2", {}, this.metric.metric),
-      el("p", { class: "words" }, this.metric.words),
+      ...heading(this.metric),
       ...this.definition(),
       el("div", { class: "bar" }, ...this.choices(own)),
       own ? "" : colourBar(this.scale, numbers),
@@ -274,12 +274,12 @@ export class App {
     const scale = makeScale(this.scale.kind, this.metric, shades);
     replace(
       this.parts.depth,
-      el("h2", {}, `${this.metric.metric} over ${this.axis()}`),
+      el("h2", {}, `${plain(this.metric.metric)} over ${this.axis()}`),
       el("div", { class: "pins" }, "Steps: ", ...steps.map((pinned) => this.chip(pinned))),
       lines.length
-        ? lines.at(-1).scattered
+        ? lines.some(({ scattered }) => scattered)
           ? parameterTable({ name: this.metric.metric, lines, row: this.chosen.row })
-          : profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row, name: [this.metric.metric, this.metric.unit].filter(Boolean).join(", "), across: `${this.axis()}, input first` })
+          : profileFigure({ lines, scale, limits: this.limits(), row: this.chosen.row, name: this.metric.metric, title: [plain(this.metric.metric), this.metric.unit].filter(Boolean).join(", "), across: `${this.axis()}, input first` })
         : emptyState("No step is pinned.", "Click a column of the picture above."),
     );
     replace(this.parts.extra, ...extra);
@@ -307,7 +307,7 @@ export class App {
       const [record, ...edges] = await Promise.all([entry, ...band].map(({ key }) => this.load(run, "record", key, step)));
       const fits = edges.length === 2 && edges.every((edge) => edge.step === record.step && edge.values.length === record.values.length);
       const scattered = !entry.per_flow && record.values.length > MOST_CONNECTED;
-      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), order: n, scattered, ...record, band: fits ? edges.map((edge) => edge.values) : null };
+      return { run: run.name, colour: this.colourOf(run.name), dash: dash(n), scattered, ...record, band: fits ? edges.map((edge) => edge.values) : null };
     } catch {
       return null; // the heat map beside it has told why
     }
@@ -321,7 +321,7 @@ export class App {
         const rows = series.behind.values.map((kept) => kept[at]);
         const band = rows.length === 3 ? [rows[0], rows[2]] : null;
         const scattered = !entry.per_flow && rows[0].length > MOST_CONNECTED;
-        return { run: run.behind.name, behind: true, dash: dash(n), order: n, step: series.behind.steps[at], values: rows[rows.length >> 1], band, scattered };
+        return { run: run.behind.name, behind: true, dash: dash(n), step: series.behind.steps[at], values: rows[rows.length >> 1], band, scattered };
       }),
     );
     return lines.filter((line, i) => lines.findIndex((other) => other.run === line.run && other.step === line.step) === i);
@@ -344,19 +344,20 @@ export class App {
     return (await Promise.all(entries.map((entry) => this.matricesOf(entry, step)))).flat();
   }
 
-  async matricesOf({ metric, shape, words, bounds, scale, per_flow }, step) {
+  async matricesOf(entry, step) {
+    const { metric, shape, bounds, scale, per_flow } = entry;
     const problems = [];
     const read = async (run) => {
-      const entry = this.find(run, metric);
-      if (!entry) return problems.push(emptyState(`${run.name} has no ${metric}.`, NO_MATRIX));
+      const own = this.find(run, metric);
+      if (!own) return problems.push(emptyState(`${run.name} has no ${metric}.`, NO_MATRIX));
       try {
-        return { run, record: await this.load(run, "record", entry.key, step) };
+        return { run, record: await this.load(run, "record", own.key, step) };
       } catch (error) {
         return problems.push(emptyState(`${run.name}: ${metric} cannot be shown.`, error.message));
       }
     };
     const records = (await Promise.all(this.shown().map(read))).filter((found) => found?.record);
-    return [el("h2", {}, metric), el("p", { class: "words" }, words), ...(records.length ? FIGURES[shape](records, bounds, { scale, per_flow }) : []), ...problems];
+    return [...heading(entry), ...(records.length ? FIGURES[shape](records, bounds, { scale, per_flow }) : []), ...problems];
   }
 
   /** Go to the place and the step of an alert. */

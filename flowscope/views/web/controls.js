@@ -1,7 +1,9 @@
 // The choices: runs, flow, view, metric, scale.
 
+import { copyAddress } from "./address.js";
 import { SIGNS } from "./alerts.js";
 import { el } from "./dom.js";
+import { plain } from "./names.js";
 import { SCALES } from "./scale.js";
 
 const MANY_RUNS = 8;
@@ -63,8 +65,13 @@ export class Controls {
       this.metric,
       el("label", { for: "scale" }, "Scale"),
       this.scale,
+      el("button", { class: "copy", title: "key: c", onclick: copyAddress }, "Copy link to this view"),
       reloads && el("div", { class: "reload" }, el("label", {}, auto, " reload by itself"), el("button", { onclick: () => events.reload() }, "Reload")),
     );
+    document.addEventListener("keydown", (event) => {
+      const meant = event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select");
+      if (event.key === "c" && !meant) copyAddress();
+    });
   }
 
   title(words) {
@@ -136,7 +143,7 @@ export class Controls {
     const wanted = this.search.value.toLowerCase().replaceAll(" ", "_");
     const found = metrics.filter((metric) => metric.shape === "profile" && metric.metric.includes(wanted));
     const groups = allViews(metrics).filter((view) => found.some((metric) => metric.view === view));
-    const option = (metric) => el("option", { value: metric.metric, title: metric.words }, metric.metric);
+    const option = (metric) => el("option", { value: metric.metric, title: `${metric.metric}: ${metric.words}` }, plain(metric.metric));
     const options = groups.map((view) => el("optgroup", { label: view }, ...found.filter((metric) => metric.view === view).map(option)));
     replaceOptions(this.metric, options.length ? options : [el("option", { disabled: true }, metrics.length ? "no metric has this name" : "choose a run first")], chosen.metric);
   }

@@ -11,7 +11,7 @@ const MOST = 300;
 export function parameterTable({ name, lines, row }) {
   const first = lines.find((line) => line.rows);
   const columns = lines.map((line) => ({ title: `${line.run}, step ${line.step}`, values: line.values.map(decode) }));
-  const rows = first.rows.map((group, i) => ({ name: rowName(group), group, values: columns.map(({ values }) => values[i]) }));
+  const rows = first.rows.map((group, i) => ({ name: rowName(group), group, values: columns.map(({ values }) => values[i] ?? NaN) }));
   const heads = [el("th", { scope: "col" }, el("button", { onclick: () => sort(-1) }, "parameter")), ...columns.map(({ title }, i) => el("th", { scope: "col" }, el("button", { onclick: () => sort(i) }, title)))];
   const search = el("input", { type: "search", placeholder: "filter parameters", "aria-label": "Filter parameters", oninput: () => draw() });
   const body = el("tbody");

@@ -6,7 +6,6 @@ import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
 
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
-const dotted = (line) => ({ stroke: line.colour, "stroke-width": 3 + 2 * line.order, "stroke-opacity": 0.5 + 0.15 * line.order });
 
 /** The plot area, whose edges the loss shares. */
 export const WIDTH = 960;
@@ -21,10 +20,10 @@ export function dash(n) {
 
 /**
  * Draw them.
- * `lines`: {run, step, order (of the step), colour, dash, rows, values, scattered (dots, no line), band: [low, high]
+ * `lines`: {run, step, colour, dash, rows, values, band: [low, high]
  * or null, behind: of a reference, first among the lines and without rows}; `limits`: {value, text}.
  */
-export function profileFigure({ lines, scale, limits, row, name, across }) {
+export function profileFigure({ lines, scale, limits, row, name, title, across }) {
   const x = (index, depth) => LEFT + ((index + 0.5) / depth) * (WIDTH - LEFT - RIGHT);
   const y = (value) => TOP + (1 - scale.position(value)) * (HEIGHT - TOP - BOTTOM);
   const guide = svg("line", { class: "guide", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -82,17 +81,14 @@ export function profileFigure({ lines, scale, limits, row, name, across }) {
   }
   const table = () => [["row", ...lines.map((line) => `${line.run} step ${line.step}`)], ...first.rows.map((group, i) => [rowName(group), ...lines.map((line) => decode(line.values[i] ?? null))])];
   const below = el("div", { class: "bar" }, el("span", { class: "hint" }, `→ ${across}`), downloads(name, { table, svg: () => picture }));
-  return el("figure", { class: "profile" }, el("div", { class: "hint" }, `↑ ${name}`), el("div", { class: "plot" }, picture, readout), below, legend(lines));
+  return el("figure", { class: "profile" }, el("div", { class: "hint" }, `↑ ${title}`), el("div", { class: "plot" }, picture, readout), below, legend(lines));
 }
 
 function curve(line, x, y) {
   const look = line.behind
     ? { class: line.band ? "line behind middle" : "line behind", "stroke-dasharray": line.dash }
     : { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
-  if (!line.scattered) return svg("path", { ...look, d: path(line.values, x, y) + infinities(line.values, x) });
-  // parameters of different kinds stand side by side: dots read better than a line that jumps between them
-  const dots = line.values.map(decode).map((value, i, all) => (Number.isFinite(value) ? `M${x(i, all.length).toFixed(1)} ${y(value).toFixed(1)}h0` : ""));
-  return svg("path", { class: line.behind ? "line dots behind" : "line dots", ...dotted(line), d: dots.join("") });
+  return svg("path", { ...look, d: path(line.values, x, y) + infinities(line.values, x) });
 }
 
 /** The path of a line; `x(i, count)` and `y(value)` place a point. */
@@ -152,8 +148,7 @@ function depthLabel(at, text, n, count) {
 function sample(line) {
   if (line.behind) return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, svg("path", { class: "line behind", "stroke-dasharray": line.dash, d: "M0 4H28" }));
   const look = { "stroke-width": 2.5, stroke: line.colour, "stroke-dasharray": line.dash };
-  const shape = !line.scattered ? svg("path", { ...look, d: "M0 4H28" }) : svg("path", { class: "dots", ...dotted(line), d: "M7 4h0M14 4h0M21 4h0" });
-  return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, shape);
+  return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, svg("path", { ...look, d: "M0 4H28" }));
 }
 
 function reading(line, share) {
