@@ -94,5 +94,7 @@ def _optimized(records: Sequence[Record]) -> set[str] | None:
 
 
 def _named(record: Record, metric: str, wanted: Callable[[float], bool]) -> list[str]:
-    """The parameters whose number is one of the wanted."""
-    return [name for name, value in zip(record.labels(metric), record[metric], strict=False) if wanted(value)]
+    """The parameters whose number is one of the wanted; files of old name the rows of one metric only."""
+    labelled = (record.labels(key) for key in (metric, "param_grad_norm") if key in record.metrics)
+    names = next(filter(None, labelled), ())
+    return [name for name, value in zip(names, record[metric], strict=False) if wanted(value)]
