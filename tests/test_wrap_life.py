@@ -122,12 +122,16 @@ def by_generate(mode: str, path: Path) -> None:
     assert torch.equal(cached, model.generate(ids, use_cache=False, **settings))
 
 
-def by_export(mode: str, path: Path) -> None:
+def by_export(mode: str, path: Path, strict: bool = False) -> None:
     model, x = made(mode), models.hidden_states()
     batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=False).module()
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=strict).module()
     other = torch.randn(7, *x.shape[1:])
     torch.testing.assert_close(exported(other), model(other))
+
+
+def by_strict_export(mode: str, path: Path) -> None:
+    by_export(mode, path, strict=True)
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -183,6 +187,7 @@ LIVES: dict[str, Callable[[str, Path], None]] = {
     "DCP": by_distributed_checkpoint,
     "generate, cache": by_generate,
     "export, dynamic batch": by_export,
+    "strict export": by_strict_export,
     "checkpointing": by_checkpointing,
     "compile": by_compile,
     "DDP": by_ddp,

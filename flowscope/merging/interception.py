@@ -9,6 +9,7 @@ checkpoint together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -19,9 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
-from flowscope.model.tracing import ADDS, CASTS, INSIDE, SiteRule, adds_nothing, version
+from flowscope.model.tracing import ADDS as TENSOR_ADDS
+from flowscope.model.tracing import CASTS, INSIDE, SiteRule, adds_nothing, version
 from flowscope.torch_internals import newest_mode, without_newest_mode
 
+ADDS = TENSOR_ADDS | {operator.add, operator.iadd}
+"""A strict export shows `x + f` as the operator itself."""
 DROPOUTS = tuple(
     getattr(space, name) for space in (functional, torch) for name in dir(space) if name.endswith("dropout")
 )
