@@ -168,26 +168,6 @@ class Concatenating(nn.Module):
 # -- code
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "README.zh.md", "docs/guide.md", "docs/actions.md", "docs/from-the-articles.md"]
-)
-def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = python_blocks(name)
-    assert blocks
-    model = Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    space: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": batches(), "flowscope": flowscope}
-    space["train_step"] = stepper(model, optimizer)
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{name}, python block {number}", "exec"), space)
-    if name == "docs/guide.md":
-        assert len(space["run"].records) == len(space["losses"]) == 3
-        assert None not in space["losses"]
-        assert len(space["least"].values) == 3
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def test_readme_begins_with_code_and_names_the_two_commands() -> None:
     text = read("README.md")
     head = "\n".join(text.splitlines()[:15])
