@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from flowscope.records import Alert, FlowLayout, Record, Run, RunHeader
-from flowscope.sinks import JsonlSink
+from flowscope.sinks import JsonlSink, Sink
 
 BLOCKS = 24
 POINTS = ("blocks.0:input", *(f"blocks.{i}" for i in range(BLOCKS)))
@@ -52,10 +53,10 @@ def run(number: int) -> Run:
     return Run(HEADER, [record(step, number) for step in STEPS], alerts(number))
 
 
-def written(folder: Path, count: int) -> dict[str, Run]:
+def written(folder: Path, count: int, kind: Callable[[Path], Sink] = JsonlSink) -> dict[str, Run]:
     runs = {name_of(number): run(number) for number in range(count)}
     for name, one in runs.items():
-        sink = JsonlSink(folder / name)
+        sink = kind(folder / name)
         for event in (HEADER, *one.records, *one.alerts):
             sink.write(event)
         sink.close()

@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from page_runs import HEADER, LABELS, LOST_AT, POINTS, STEPS, is_sick, name_of, record, run
-from panels_run import Watched, chromium
+from page_runs import HEADER, LABELS, LOST_AT, POINTS, STEPS, is_sick, name_of, record, run, written
+from panels_run import Watched, chromium, tensorboard, wait_for_runs
 from PIL import Image
 
 from flowscope.metrics import spec_of
 from flowscope.records import Record, Run
+from flowscope.sinks import TensorBoardSink
 from flowscope.views.report import MOST_BYTES, write_report
 
 SECONDS = 2.0
-"""Until the first picture."""
+"""Of the processor, until the first picture."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,33 @@ def test_fifty_runs_are_filtered_sorted_grouped_and_told_apart(browser: Any, rep
     assert page.locator(".runs").bounding_box()["height"] > 100  # type: ignore[index]
     assert watched.complaints == []
     page.close()
+
+
+def test_the_tab_shows_fifty_runs_in_one_table(browser: Any, tmp_path: Path) -> None:
+    written(tmp_path, 50, TensorBoardSink)
+    with tensorboard(tmp_path) as address:
+        wait_for_runs(address, 50)
+        watched = Watched(browser, color_scheme="dark")
+        watched.page.set_viewport_size({"width": 1000, "height": 900})
+        watched.page.set_default_timeout(60_000)
+        watched.page.goto(f"{address}#flowscope")
+        panels = watched.page.frame_locator("iframe")
+        panels.locator(".heat canvas").first.wait_for()
+        rows = panels.locator(".all-runs tbody tr")
+        assert rows.count() == 50
+        assert f"between blocks.11 and {POINTS[0]}" in panels.locator(".verdict.error .state").first.inner_text()
+        panels.get_by_label("Filter runs").fill("vanishing")
+        sick = [name_of(n) for n in range(50) if is_sick(n)]
+        assert sorted(rows.locator("td:nth-child(2)").all_inner_texts()) == sorted(sick)
+        panels.get_by_role("button", name="show these").click()
+        panels.locator("figure.heat").nth(len(sick) - 1).wait_for()
+        shown = panels.locator("figure.heat figcaption").all_inner_texts()
+        assert len(shown) == len(sick)
+        assert all(any(name in caption for caption in shown) for name in sick)
+        assert panels.locator("html").evaluate("node => node.scrollWidth <= node.clientWidth")
+        assert watched.strangers(address) == []
+        assert watched.complaints == []
+        watched.page.close()
 
 
 def test_no_run_is_hidden_by_anothers_outlier(browser: Any, reports: dict[int, Path]) -> None:
@@ -295,17 +322,17 @@ def test_a_long_deep_run_is_seen_within_two_seconds_from_its_first_step(browser:
     profile = 0.5 + rng.random(100)
     records = [Record(10 * n, 3.0, {"gradient_product": profile * (1 + n % 7)}) for n in range(20_000)]
     file = write_report({"long": Run(header, records)}, tmp_path / "long.html")
-    took = []
-    for _ in range(3):  # a machine at work on something else may be slow once
-        started = time.monotonic()
-        watched = opened(browser, file)
-        took.append(time.monotonic() - started)
-        if took[-1] <= SECONDS:
-            break
-        watched.page.close()
-    assert min(took) <= SECONDS
-    labels = watched.page.locator("figure.heat .step-axis span").all_inner_texts()
+    watched = Watched(browser)
+    page = watched.page
+    page.set_viewport_size({"width": 1440, "height": 900})
+    clock = page.context.new_cdp_session(page)
+    clock.send("Performance.enable", {"timeDomain": "threadTicks"})  # other work on this machine does not count
+    page.goto(file.as_uri())
+    page.locator(".heat canvas").first.wait_for(timeout=60_000)
+    took = {one["name"]: one["value"] for one in clock.send("Performance.getMetrics")["metrics"]}
+    assert 0 < took["ProcessTime"] <= SECONDS
+    labels = page.locator("figure.heat .step-axis span").all_inner_texts()
     assert (labels[0], labels[-1]) == ("0", "199990")
-    assert re.search(r"3\d\d of 20000 records", watched.page.locator("figcaption").inner_text())
-    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 1440
-    watched.page.close()
+    assert re.search(r"3\d\d of 20000 records", page.locator("figcaption").inner_text())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1440
+    page.close()
