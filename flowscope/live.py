@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from flowscope.backdrop import LOSS, read
@@ -19,6 +20,7 @@ from flowscope.records import Event, Record, RunHeader
 from flowscope.sinks.console import ConsoleSink, is_terminal, sparklines
 from flowscope.sinks.memory import MemorySink
 from flowscope.sinks.reading import UNREADABLE, Lines, decode_event, file_of
+from flowscope.sinks.stages import Arriving, stages_in
 from flowscope.summary import summarize
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def follow(
     """The events of a run, as they are written: first all there are, then, for ever, those of the last `seconds`.
 
     Args:
-        path: the file, or the folder that holds `flowscope.jsonl`.
+        path: the file, or the folder that holds `flowscope.jsonl`, or those of a pipeline's stages.
         sleep: what waits between two looks.
         seconds: how long.
 
@@ -47,6 +49,8 @@ def follow(
         FlowscopeError: there is no such file, or it went away.
     """
     file = file_of(path)
+    if not file.is_file() and stages_in(Path(path)):
+        yield from _follow_stages(Path(path), sleep, seconds)
     lines, header = Lines(), None
     while True:
         events: list[Event] = []
@@ -67,6 +71,18 @@ def follow(
             raise FlowscopeError(f"{os.fspath(path)}: cannot be read ({error.strerror}).") from None
         yield events
         sleep(seconds)
+
+
+def _follow_stages(folder: Path, sleep: Callable[[float], None], seconds: float) -> Iterator[list[Event]]:
+    """The same of a pipeline's stages as one run; begun again where a stage writes its first line."""
+    while True:
+        stages = stages_in(folder)
+        ways, arriving = [follow(stage, sleep=lambda _: None) for stage in stages], Arriving(len(stages))
+        while stages_in(folder) == stages:
+            batches = [next(way) for way in ways]
+            yield [known for at, events in enumerate(batches) for event in events for known in arriving.take(at, event)]
+            if max(map(len, batches)) < AT_ONCE:
+                sleep(seconds)
 
 
 def show(batches: Iterable[list[Event]], stream: TextIO) -> None:

@@ -22,6 +22,7 @@ from werkzeug import Request
 from flowscope.diagnosis import paired
 from flowscope.views import assets
 from flowscope.views.overview import RunView, overview_payload
+from flowscope.views.pipelines import PipelineReader
 from flowscope.views.room import Room
 from flowscope.views.series import heat_payload, record_payload, to_json
 from flowscope.views.tensors import PLUGIN_NAME, TensorReader, UnreadableError
@@ -53,7 +54,7 @@ class FlowPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = PLUGIN_NAME
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._reader = TensorReader(context.data_provider)
+        self._reader = PipelineReader(TensorReader(context.data_provider))
 
     def get_plugin_apps(self) -> dict[str, App]:
         """Route -> WSGI application."""

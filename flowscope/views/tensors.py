@@ -71,6 +71,11 @@ class TensorReader:
             view.notices += [DAMAGED] * (view.name in damaged)
         return [*views, *(RunView(name, notices=[DAMAGED]) for name in sorted(damaged - tags.keys()))]
 
+    def names(self, environ: Environ) -> list[str]:
+        """All runs, with or without data of this plugin."""
+        context, experiment = plugin_util.context(environ), plugin_util.experiment_id(environ)
+        return [run.run_name for run in self._provider.list_runs(context, experiment_id=experiment)]
+
     def series(self, environ: Environ, run: str, key: str) -> tuple[Series, list[Alert]]:
         """The series of a key, with the run's alerts.
 
@@ -110,6 +115,10 @@ class TensorReader:
         self._remember(name, series)
         return series, alerts
 
+    def header(self, environ: Environ, run: str) -> RunHeader | None:
+        """A run's header, None where it has none."""
+        return _header(self._read(environ, [run], [HEADER], 100, set()).get(run, {}), [])
+
     def _remember(self, name: tuple[Any, ...], series: Series) -> None:
         with self._lock:
             for old in [n for n in self._cache if n[:3] == name[:3]]:
@@ -144,13 +153,9 @@ class TensorReader:
             if runs is not None and len(runs) == 1:
                 damaged.update(runs)
                 return {}
-        each = self._names(environ) if runs is None else runs
+        each = self.names(environ) if runs is None else runs
         found = (self._each(what, environ, [run], tags, damaged, **how) for run in each)
         return {run: of_run for answer in found for run, of_run in answer.items()}
-
-    def _names(self, environ: Environ) -> list[str]:
-        context, experiment = plugin_util.context(environ), plugin_util.experiment_id(environ)
-        return [run.run_name for run in self._provider.list_runs(context, experiment_id=experiment)]
 
     def _asked(
         self, what: str, environ: Environ, runs: Names, tags: Names, *, plugin: str = PLUGIN_NAME, **how: int
