@@ -230,6 +230,7 @@ def recorded() -> set[str]:
             scope.step(loss=1.0)
         names |= {split_key(key)[0] for key in scope.records[0].metrics}
     names |= waiting() | spoiled() | built_in_forward() | playing() | returning_more() | evaluating() | replaying()
+    names |= leaving_out()
     for model in (MixtureStack(), Implicit(weight_of_radius(0.5))):
         names |= {split_key(key)[0] for key in record_of(model, [flow_inputs(1)], square).metrics}
     return names
@@ -354,6 +355,19 @@ def built_in_forward() -> set[str]:
     with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
         for _ in range(3):
             model(torch.randn(4, next(model.parameters()).shape[1])).sum().backward()
+            optimizer.step()
+    return {*scope.records[-1].metrics}
+
+
+def leaving_out() -> set[str]:
+    """The metric names of a loss that multiplies what one layer returns by 0."""
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(6):
+            optimizer.zero_grad()
+            first, second = (layer(torch.randn(5, 3)).square().mean() for layer in model)
+            (first + 0 * second).backward()
             optimizer.step()
     return {*scope.records[-1].metrics}
 

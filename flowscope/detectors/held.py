@@ -31,6 +31,9 @@ class Held:
         waiting: [N] steps of its optimizer that found no gradient in a parameter which never had one.
         cleared: [N] which of those backward gave one that was gone when the optimizer stepped.
         called: [N] of those, 1 where its module has run, 0 where not, NaN where that is not known.
+        idle: [N] of those with gradients of exactly 0 only, which were given nothing in this step.
+        weighted: [N] of those, above 0 where the loss multiplies all that is made of them by 0, 2 where a term of it
+            has no graph beside; NaN where not known.
         still: [N] which the step left exactly as they were.
         rate: [N] learning rates, NaN where not known.
         facts: [4] what is known where there are no gradients, or no optimizer; NaN elsewhere.
@@ -45,6 +48,8 @@ class Held:
     waiting: Array
     cleared: Flags
     called: Array
+    idle: Flags
+    weighted: Array
     still: Flags
     rate: Array
     facts: Array
@@ -87,6 +92,8 @@ def held_in(record: Record) -> Held | None:
         column("waiting", 0.0),
         column("cleared", 0.0) == 1,
         column("called", np.nan),
+        column("idle", 0.0) == 1,
+        column("zero_weight", np.nan),
         column("still", 0.0) == 1,
         column("lr", np.nan),
         np.full(4, np.nan) if facts is None else facts,

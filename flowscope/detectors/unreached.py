@@ -99,7 +99,7 @@ class Unreached(Detector):
         self.state["had"] = (had | (held.turn & now)).astype(float)
         zero = _like(self.state["zero"], held.turn, 0.0)
         self.state["turns"] = self.state["turns"] or bool((held.turn & (held.gradient == 0) & (zero < 0)).any())
-        counted = np.where(held.turn & (held.gradient == 0) & (zero >= 0), zero + 1, zero)
+        counted = np.where(held.turn & (held.gradient == 0) & (zero >= 0) & ~held.idle, zero + 1, zero)
         self.state["zero"] = np.where(held.gradient > 0, -1.0, counted)
 
     def _never(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
@@ -135,11 +135,22 @@ class Unreached(Detector):
             cause="never",
         )
 
+    def _long(self, held: Held) -> Flags:
+        """What has had nothing but zeros for long enough: a start from zero (LoRA, ReZero) has left it by then.
+
+        A term that the loss multiplies by 0 may be switched on later. Not where half of the parameters wait for it
+        beside a term that no path joins to the model: then it is the cut that counts.
+        """
+        zero = self.state["zero"]
+        early = zero >= NEVER_STEPS * (TURNS if self.state["turns"] else 1)
+        cut = early & (held.weighted > 1)
+        meant = (held.weighted > 0) & ~(cut & (2 * int(cut.sum()) >= int(held.held.sum())))
+        long: Flags = early & (~meant | (zero >= NEVER_STEPS * TURNS))
+        return long
+
     def _zeros(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
         """Parameters whose gradient is there, and exactly 0 from the start on, while others learn."""
-        # a start from zero (LoRA, ReZero) has left it after one step
-        limit = NEVER_STEPS * (TURNS if self.state["turns"] else 1)
-        zeros = held.turn & held.still & (self.state["zero"] >= limit)
+        zeros = held.turn & held.still & self._long(held)
         if zeros.any():  # a bias alone may cancel out (a loss of differences)
             owners = np.array([module_of(parameter_name(record, header, row)) for row in range(zeros.size)])
             zeros &= ~np.isin(owners, owners[held.held & ~zeros])
@@ -152,7 +163,8 @@ class Unreached(Detector):
         )
         message = (
             f"{count} of the {total} parameters that the optimizer holds have had a gradient of exactly 0 in all "
-            f"{int(self.state['zero'][zeros].min())} records since the start, and never moved, the first is {first}"
+            f"{int(self.state['zero'][zeros].min())} records that used them since the start, and never moved, the "
+            f"first is {first}"
         )
         advice = (
             f"look what multiplies the result of {module_of(first) or first} by 0 (a mask, the weight of its loss, a "
@@ -167,7 +179,7 @@ class Unreached(Detector):
         ratio, zero = record.metrics.get("update_ratio"), self.state["zero"]
         if ratio is None or ratio.shape != zero.shape:
             return self.unseen(cause="decay")
-        alone = held.turn & (zero >= NEVER_STEPS) & (ratio > 0) & ~held.still
+        alone = held.turn & self._long(held) & (ratio > 0) & ~held.still
         if not alone.any():
             return None
         first, count = parameter_name(record, header, int(np.argmax(alone))), int(alone.sum())

@@ -46,6 +46,7 @@ from flowscope.instruments.units import Units
 from flowscope.instruments.unregistered import Unregistered
 from flowscope.instruments.weight_spread import WeightSpread
 from flowscope.instruments.wiring import Wiring
+from flowscope.instruments.zeros import Zeros
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
 from flowscope.specs import OTHERS
@@ -70,6 +71,7 @@ BUILT_IN: tuple[type[Instrument], ...] = (
     KnownStreams,
     Gates,
     SilentFlows,
+    Zeros,
     Units,
     NormGaps,
     Outputs,
