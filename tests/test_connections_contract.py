@@ -33,6 +33,8 @@ CASES = [
     ("dhc", {"norm": "none", "streams": 1}),
     ("mhc", {"iterations": 5}),
     ("mhc", {"streams": 3}),
+    ("mhc", {"streams_init": "distinct"}),
+    ("dhc", {"streams_init": "distinct"}),
 ]
 IDS = [f"{mode}-{'-'.join(map(str, options.values()))}".rstrip("-") for mode, options in CASES]
 

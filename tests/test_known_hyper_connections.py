@@ -14,6 +14,7 @@ from hyper_connections.hyper_connections import HyperConnections
 from torch import Tensor, nn
 
 import flowscope
+from flowscope.errors import FlowscopeError
 from flowscope.records import Record
 
 S, D, B, T = 3, 8, 4, 5
@@ -99,6 +100,11 @@ def stream_cosine(streams: Tensor) -> float:
     pairs = [(i, j) for i in range(S) for j in range(S) if i != j]
     cosines = [torch.cosine_similarity(streams[:, i].double(), streams[:, j].double(), -1) for i, j in pairs]
     return float(torch.stack(cosines).mean())
+
+
+def dominant(streams: Tensor) -> float:
+    energies = [streams[..., i, :].double().square().sum().item() for i in range(S)]
+    return max(energies) / sum(energies)
 
 
 FUNCTIONS = pytest.mark.parametrize(
@@ -205,11 +211,21 @@ def test_parity_with_what_the_modules_of_transformers_return() -> None:
     torch.manual_seed(3)
     model, tokens = Asks(deepseek()), torch.randint(0, 40, (B, 11))
     plain, truth = copy.deepcopy(model), []
+    gradients: dict[int, Tensor] = {}
+
+    def spy(m: Any, args: Any, out: Any) -> None:
+        number = len(truth)
+        truth.append((args[0], out[0], out[1]))
+        args[0].register_hook(lambda gradient: gradients.update({number: gradient}))
+
     for name, module in plain.named_modules():
         if name.endswith("_hc"):
-            module.register_forward_hook(lambda m, args, out: truth.append((args[0], out[0], out[1])))
-    plain(tokens)
+            module.register_forward_hook(spy)
+    plain(tokens).square().mean().backward()
     (record,) = train(model, [tokens])
+    close = np.testing.assert_allclose
+    close(record["dominant_stream"], [dominant(streams) for streams, *_ in truth], rtol=1e-5)
+    close(record["dominant_stream_grad"], [dominant(gradients[k]) for k in range(len(truth))], rtol=1e-4)
     paths = [f"inner.model.layers.{k}.{part}_hc" for k in range(2) for part in ("attn", "ffn")]
     assert record.labels("mix_matrix") == paths
     for k, (streams, post, comb) in enumerate(truth):
@@ -254,3 +270,59 @@ def test_streams_that_are_carried_on_as_they_are() -> None:
     post = [plain[0].hc(x)[0], plain[1].hc(plain[0](x))[0]]
     np.testing.assert_allclose(record["branch_weight"], [p.double().mean().item() for p in post], rtol=1e-5)
     np.testing.assert_array_equal(record["mix_matrix"], np.stack([np.eye(S)] * 2))
+
+
+class HyperConnectionModule(nn.Module):
+    """As Megatron's module of this name: streams are packed [T, B, S*D], and it gives its coefficients back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.mapping_proj = S, nn.Linear(S * D, S * S + 2 * S)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        pre, post, mapping = self.mapping_proj(streams).split([S, S, S * S], dim=-1)
+        mapping = mapping.unflatten(-1, (S, S)).softmax(-2)
+        read = (torch.sigmoid(pre).unsqueeze(-1) * streams.unflatten(-1, (S, D))).sum(2)
+        return read, mapping, 2 * torch.sigmoid(post), streams
+
+
+HyperConnectionModule.__module__ = "megatron.core.transformer.hyper_connection"
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hc, self.mlp = HyperConnectionModule(), Branch()
+
+    def forward(self, streams: Tensor) -> Tensor:
+        hidden, mapping, post, residual = self.hc(streams)
+        mixed = mapping.transpose(-1, -2) @ residual.unflatten(-1, (S, D))
+        return (mixed + post.unsqueeze(-1) * self.mlp(hidden).unsqueeze(-2)).flatten(-2)
+
+
+def test_streams_that_are_packed_with_the_features() -> None:
+    torch.manual_seed(4)
+    model, x = nn.Sequential(nn.Linear(S * D, S * D), Packed(), Packed()), torch.randn(T, B, S * D)
+    plain = copy.deepcopy(model)
+    (record,) = train(model, [x])
+    first = plain[0](x)
+    second = plain[1](first)
+    first.retain_grad()
+    second.retain_grad()
+    plain[2](second).square().mean().backward()
+    for k, streams in enumerate((first, second)):
+        _, mapping, post, _ = plain[k + 1].hc(streams)
+        np.testing.assert_allclose(record["mix_matrix"][k], mapping.detach().mean((0, 1)).T, rtol=1e-5)
+        assert record["branch_weight"][k] == pytest.approx(post.mean().item(), rel=1e-5)
+        apart = [t.detach().unflatten(-1, (S, D)) for t in (streams, streams.grad)]
+        assert record["stream_cosine"][k] == pytest.approx(stream_cosine(apart[0].reshape(-1, S, D)), abs=1e-5)
+        assert record["dominant_stream"][k] == pytest.approx(dominant(apart[0]), rel=1e-5)
+        assert record["dominant_stream_grad"][k] == pytest.approx(dominant(apart[1]), rel=1e-5)
+
+
+def test_a_model_with_hyper_connections_of_its_own_is_not_wrapped() -> None:
+    model = nn.Sequential(nn.Linear(S * D, S * D), Packed(), Packed())
+    with pytest.raises(FlowscopeError, match=r"of its own \(1\.hc, 2 in all\).*flowscope\.watch"):
+        flowscope.wrap(model, "keel", example_inputs=torch.randn(T, B, S * D))
+    with pytest.raises(FlowscopeError, match="of its own"):
+        flowscope.wrap(deepseek(), "keel", example_inputs=torch.zeros(B, 11, dtype=torch.long))

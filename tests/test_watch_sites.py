@@ -87,6 +87,8 @@ def capture(model: nn.Module, data: Batches) -> tuple[Captured, nn.Module]:
 
         def observe(site: int, name: str, tensor: Tensor, through: Tensor | None, first: int = offset) -> None:
             seen[first + site, name].append(tensor.detach().double())
+            if name == "streams":
+                tensor.register_hook(lambda gradient: seen[first + site, "gradient"].append(gradient.double()))
 
         connection.observer = observe
         offset += connection.sites
@@ -294,6 +296,13 @@ def test_mixing(mode: str, options: dict[str, Any], block: Any) -> None:
     streams = [torch.cat([s.flatten(0, 1) for s in seen[k, "streams"]]) for k in range(6)]
     cosines = [[torch.cosine_similarity(s[:, i], s[:, j], dim=-1) for i, j in pairs] for s in streams]
     close(record["stream_cosine"], [torch.stack(c).mean() for c in cosines], atol=1e-6)
+    for name, of in (("dominant_stream", "streams"), ("dominant_stream_grad", "gradient")):
+        shares = []
+        for k in range(6):
+            each = [sum(x[..., i, :].square().sum().item() for x in seen[k, of]) for i in size]
+            shares.append(max(each) / sum(each))
+        close(record[name], shares)
+        assert max(shares) > 1.01 / len(size)
     if "mhc" in mode:
         close(record["mix_gain_forward"], np.ones(6), rtol=1e-5)
     else:

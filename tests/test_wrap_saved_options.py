@@ -37,6 +37,7 @@ DIFFERENT = [
     ("dhc", {"norm": "rms"}, {}, ["norm='rms'"]),
     ("dhc", {"streams": 2}, {"streams": 3}, ["streams=2", "streams=3"]),
     ("mhc", {"iterations": 5}, {}, ["iterations=5", "iterations=20"]),
+    ("mhc", {"streams_init": "distinct"}, {}, ["streams_init='distinct'"]),
 ]
 
 

@@ -272,3 +272,35 @@ def test_checkpointed_blocks_may_be_dropped_too(reentrant: bool) -> None:
         grads = [m.zero_grad() or out[0].sum().backward() for m, out in ((model, got), (twin, expected))]
         assert len(grads) == 2
         torch.testing.assert_close(model.model.shared.weight.grad, twin.model.shared.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+class SkipsFirst(nn.Module):
+    """Layer drop of the block that expands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.PreNormBlock() for _ in range(3))
+        self.begin = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks)[self.begin :]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["shc", "dhc"])
+def test_distinct_streams_begin_alike_where_the_first_block_does_not_run(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = SkipsFirst(), models.hidden_states()
+    plain = copy.deepcopy(model)
+    wrap(model, mode, streams_init="distinct", example_inputs=x)
+    model = copy.deepcopy(model)  # the copy's blocks begin with the scale of the copy's first
+    for part in (model.blocks[0].mix, model.blocks[0].down):  # adds nothing, as if it had not run
+        nn.init.zeros_(part.weight)
+        nn.init.zeros_(part.bias)
+    with torch.no_grad():
+        model.blocks[0].connection.stream_scale.mul_(0.5)
+    whole = model(x)
+    model.begin = 1
+    torch.testing.assert_close(model(x), whole)
+    assert (whole - plain(x)).abs().max() > 0.1

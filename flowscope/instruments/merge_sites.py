@@ -25,7 +25,7 @@ from flowscope.records import FlowLayout
 from flowscope.sums import site_metrics
 from flowscope.sums.buffer import DepositBuffer
 from flowscope.sums.site_metrics import ALPHA, GATES, MIXING
-from flowscope.sums.statistics import full_precision
+from flowscope.sums.statistics import Sums, full_precision
 
 Group = tuple[str, Sequence[str], Sequence[str]]
 """A connection: its label, the names of its static parameters, and of those that generate coefficients."""
@@ -203,8 +203,15 @@ class MergeSites(SitesOfAFlow):
         with full_precision(tensor):
             values = sums.sums(k, tensor)
         if values is not None:
-            deposit = partial(self.buffer.deposit, self._rows[k, name], values)
+            deposit = partial(self._deposit, k, name, values)
             self._hooks.on_gradient(through, self.fuse, deposit, (k, name))
+
+    def _deposit(self, k: int, name: str, values: Sums, gradient: Tensor | None) -> None:
+        """Add what waited for the gradient, and what the gradient says itself."""
+        self.buffer.add(self._rows[k, name], 0, values)
+        more = self.sums[name].of_gradient(k, gradient) if gradient is not None else None
+        if more is not None:
+            self.buffer.add(self._rows[k, name], len(values), more)
 
     def metrics_of(self, sums: Array) -> dict[str, tuple[Array, list[str]]]:
         """As the rule gives them."""

@@ -31,6 +31,8 @@ from flowscope.sums.statistics import full_precision
 
 MATRICES = 1024
 """So many mixing matrices of a call are computed at most."""
+RETURNED: dict[str, tuple[int, int | None]] = {"returned": (0, 1), "carried": (0, None), "packed": (2, 1)}
+"""Where in what a connection returns the weights of the branch are, and the residual mapping."""
 STATIC = ("static_alpha", "static_beta", "base")
 """Names of the static coefficients; a connection's other parameters generate the dynamic ones."""
 
@@ -62,10 +64,11 @@ class KnownStreams(SitesOfAFlow):
     def attach(self, view: ModelView, hooks: Hooks) -> None:
         """Look at what the connections, or their norms, return."""
         self._switch, self._hooks = hooks.switch, hooks
-        self.buffer = DepositBuffer(self._side**2 + self._side + 4)
+        self._ends = np.cumsum([1 + self._side**2, 1 + self._side, 2, self._side, self._side])
+        self.buffer = DepositBuffer(int(self._ends[-1]))
         for row, connection in enumerate(self._connections):
             self.buffer.new_row()
-            returned = connection.kind in ("returned", "carried")
+            returned = connection.kind in RETURNED
             module = connection.module if returned else connection.module.get_submodule("norm")
             hooks.after(module, self.fuse, partial(self._returned if returned else self._inside, row), hooks.switch)
 
@@ -86,15 +89,16 @@ class KnownStreams(SitesOfAFlow):
 
     def _returned(self, row: int, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         streams = next(floating_tensors((args, kwargs)), None)
-        side, write = self._side, output[0] if isinstance(output, tuple) else None
-        if streams is None or write is None or self._switch.paused or not write.requires_grad:
+        side, places = self._side, RETURNED[self._connections[row].kind]
+        if streams is None or self._switch.paused or not isinstance(output, tuple) or len(output) < 2:
             return
-        if write.shape[-1] != side:
+        write, mapping = (None if at is None else output[at] for at in places)
+        if write is None or not write.requires_grad or write.shape[-1] != side:
             return
-        if self._connections[row].kind == "carried":
+        if mapping is None:
             mix = torch.eye(side, dtype=torch.float32, device=write.device)[None]
-        elif len(output) == 3 and output[1].shape[-2:] == (side, side):
-            mix = output[1].detach().reshape(-1, side, side).transpose(-1, -2)  # used as comb^T @ streams
+        elif mapping.shape[-2:] == (side, side):
+            mix = mapping.detach().reshape(-1, side, side).transpose(-1, -2)  # used as mapping^T @ streams
         else:
             return
         self._see(row, mix, write.detach().reshape(-1, side), streams, write)
@@ -103,9 +107,21 @@ class KnownStreams(SitesOfAFlow):
         with torch.no_grad(), full_precision(observed):
             first = site_statistics.matrix_sums(mix)
             second = first.new_zeros(1 + self._side) if write is None else site_statistics.matrix_sums(write)
-            third = site_statistics.stream_cosine_sums(streams, self._positions)
-            sums = torch.cat([first, second, third])
+            apart = self._apart(streams)
+            third = site_statistics.stream_cosine_sums(apart, self._positions)
+            sums = torch.cat([first, second, third, site_statistics.stream_energies(apart, self._positions)])
         self._hooks.on_gradient(observed, self.fuse, partial(self.buffer.deposit, row, sums), row)
+        if streams.requires_grad:
+            self._hooks.on_gradient(streams, self.fuse, partial(self._arrived, row), (row, "streams"))
+
+    def _apart(self, streams: Tensor) -> Tensor:
+        """Return streams as [B, T, S, D], which some packages keep as [T, B, S*D]."""
+        return streams if streams.shape[-2] == self._side else streams.unflatten(-1, (self._side, -1))
+
+    def _arrived(self, row: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            energies = site_statistics.stream_energies(self._apart(gradient), self._positions)
+            self.buffer.add(row, int(self._ends[-2]), energies)
 
     # -- what is recorded ---------------------------------------------------------------------------------------------
 
@@ -113,13 +129,14 @@ class KnownStreams(SitesOfAFlow):
         """Those of `site_metrics.mixing_metrics`, mix_matrix, branch_weight, ..."""
         if not sums.any():
             return {}
-        # in the order of `_see`, each behind its count
-        parts = np.split(sums, np.cumsum([1 + self._side**2, 1 + self._side]), axis=1)
+        # in the order of `_see`: the first three each behind its count
+        *means, signal, gradient = np.split(sums, self._ends[:-1], axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
-            mix, write, cosine = (np.where(part[:, :1] > 0, part[:, 1:] / part[:, :1], np.nan) for part in parts)
+            mix, write, cosine = (np.where(part[:, :1] > 0, part[:, 1:] / part[:, :1], np.nan) for part in means)
         matrices = mix.reshape(-1, self._side, self._side)
         found = {**site_metrics.mixing_metrics(matrices), "mix_matrix": matrices}
         found |= {"branch_weight": write.mean(1), "stream_cosine": cosine[:, 0]}
+        found |= site_metrics.dominant_stream(signal, gradient)
         return {name: (values, self.labels) for name, values in found.items()}
 
 

@@ -149,7 +149,9 @@ class StaticHyperConnection(StreamConnection):
 
     def keeps_output(self) -> bool:
         """Where streams are read one by one, mixed by I, written with 1 and averaged."""
-        return self.options.init == "prenorm" and self.options.reduce == "mean" and not self.options.output_scale
+        options = self.options
+        kept = options.init == "prenorm" and options.reduce == "mean" and not options.output_scale
+        return kept and super().keeps_output()
 
 
 class HyperConnection(StaticHyperConnection):

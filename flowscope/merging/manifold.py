@@ -184,7 +184,3 @@ class ManifoldConnection(StreamConnection):
     def __init__(self, context: ConnectionContext, options: Any) -> None:
         super().__init__(context, options, options.streams, "mean")
         self.site = nn.ModuleList(self.Site(context, options, self.offset + k) for k in range(context.sites))
-
-    def keeps_output(self) -> bool:
-        """Whatever the options."""
-        return True

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowscope.hooks.hooks import in_backward
@@ -47,6 +48,10 @@ class SiteSums:
     def sums(self, k: int, x: Tensor) -> Sums | None:
         """Return [columns] of what is shown at site k: numbers that add up over calls, micro-batches and ranks."""
         raise NotImplementedError
+
+    def of_gradient(self, k: int, gradient: Tensor) -> Tensor | None:
+        """Return further numbers of the row, behind those of `sums`, from the gradient of what was shown at site k."""
+        return None
 
     def without_gradient(self, k: int, x: Tensor) -> None:
         """Take note of x under no_grad in training: the first pass of a reentrant checkpoint."""
@@ -132,16 +137,28 @@ class Write(Matrices):
 
 
 class Streams(SiteSums):
-    """The streams before a site, [B, T..., S, D]: stream_cosine."""
+    """The streams before a site, [B, T..., S, D]: stream_cosine, and who dominates signal and gradient."""
+
+    def __init__(self, name: str, sites: Sequence[tuple[Any, int]], positions: int) -> None:
+        super().__init__(name, sites, positions)
+        self.streams: int = sites[0][0].streams
+        self.columns = 2 + 2 * self.streams
 
     def sums(self, k: int, x: Tensor) -> Sums:
-        """See `stream_cosine_sums`."""
-        return site_statistics.stream_cosine_sums(x, self.positions)
+        """Return those of the cosine, and the energy of each stream."""
+        cosine = site_statistics.stream_cosine_sums(x, self.positions)
+        return torch.cat([cosine, site_statistics.stream_energies(x, self.positions)])
+
+    def of_gradient(self, k: int, gradient: Tensor) -> Tensor:
+        """Return the energy of each stream's gradient."""
+        return site_statistics.stream_energies(gradient, self.positions)
 
     def values(self, rows: Array) -> dict[str, Array]:
-        """Return the mean cosine between two streams; NaN where there is but one."""
+        """Return the mean cosine between two streams, and the largest shares; NaN where there is but one."""
         cosine = rows[:, 1] / rows[:, 0]
-        return {"stream_cosine": cosine if self.sites[0][0].streams > 1 else np.full_like(cosine, np.nan)}
+        cosine = cosine if self.streams > 1 else np.full_like(cosine, np.nan)
+        signal, gradient = np.split(rows[:, 2:], 2, axis=1)
+        return {"stream_cosine": cosine, **site_metrics.dominant_stream(signal, gradient)}
 
 
 class BranchInput(SiteSums):

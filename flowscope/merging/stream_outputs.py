@@ -35,6 +35,7 @@ class Stretch:
         feature_axis: of the plain tensor.
         reduction: "mean" or "sum" over the streams.
         open: whether streams have left a block and nobody has taken them yet (eager code only).
+        start: the connection of the block that expands.
     """
 
     axes: int
@@ -42,6 +43,7 @@ class Stretch:
     feature_axis: int
     reduction: str
     open: list[bool] = field(default_factory=lambda: [False])
+    start: Any = None
 
     def leaves(self, streams: Tensor) -> Tensor:
         """Note that a block hands streams on."""
@@ -176,7 +178,8 @@ def attach_hooks(model: nn.Module, stretches: list[tuple[list[BlockSites], list[
     for blocks, connections in stretches:
         first: Any = connections[0]
         ending = (first.streams, first.features)
-        stretch = Stretch(len(blocks[0].shape) + 1, ending, first.axis, getattr(first, "reduction", "mean"))
+        reduction = getattr(first, "reduction", "mean")
+        stretch = Stretch(len(blocks[0].shape) + 1, ending, first.axis, reduction, start=first)
         for connection in connections:
             vars(connection)["stretch"] = stretch
         every.append(stretch)

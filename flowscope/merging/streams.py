@@ -30,6 +30,9 @@ class StreamOptions(ModeOptions):
     """Options of every rule with streams."""
 
     streams: int = Field(4, ge=1, description="number of residual streams n (`expansion_rate` is accepted too)")
+    streams_init: Literal["equal", "distinct"] = Field(
+        "equal", description="every stream begins as x, or as x times learned numbers of its own, one a feature"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -47,11 +50,22 @@ class StreamOptions(ModeOptions):
         return [*super().names(), "expansion_rate"]
 
 
+def distinct_streams(streams: int, features: int) -> Tensor:
+    """Return what x is multiplied by at first, [S, D]: .6 and Xavier's uniform noise, by torch's random state.
+
+    Equal streams may change places without a change of the output: what breaks that is left to chance, and one stream
+    comes to do the work (arXiv 2606.03483; the values are those of its authors' code).
+    """
+    bound = math.sqrt(6.0 / (streams + features))
+    return 0.6 + bound * (2.0 * torch.rand(streams, features, device="cpu") - 1.0)
+
+
 class StreamConnection(Connection):
     """Read, branch, write on S streams: `h' = residual h + write f(read h)`.
 
-    The first block of the flow expands (every stream is x), the last reduces by mean or sum; a block that gets no
-    streams, because the first did not run, expands too (where they leave the flow early: `stream_outputs`).
+    The first block of the flow expands (every stream is x, or x times `stream_scale` where they are to begin distinct),
+    the last reduces by mean or sum; a block that gets no streams, because the first did not run, expands as that would
+    (where they leave the flow early: `stream_outputs`).
 
     Whatever the block's code does to the carry between or after the merges (the norm of a post-norm block, a ReLU after
     the add) is applied to the one tensor it sees, and the change is then given to all streams: equal streams stay
@@ -79,6 +93,13 @@ class StreamConnection(Connection):
         super().__init__(context, options)
         self.streams = streams
         self.reduction = reduce
+        if getattr(options, "streams_init", "equal") == "distinct" and context.first:
+            scale = distinct_streams(streams, context.features)
+            self.stream_scale = nn.Parameter(scale.to(dtype=context.dtype, device=context.device))
+
+    def keeps_output(self) -> bool:
+        """Where the streams begin equal."""
+        return getattr(self.options, "streams_init", "equal") == "equal"
 
     @classmethod
     def refusal(cls, block: BlockSites) -> str:
@@ -97,7 +118,8 @@ class StreamConnection(Connection):
             if self.first or (self.stretch is not None and x.dim() < self.stretch.axes):
                 x = self.features_last(x)
                 self._check(x, x.shape[-1:], (self.features,))
-                streams = self.expand(x)
+                first = self if self.first or self.stretch.start is None else self.stretch.start
+                streams = first.expand(x)
             else:
                 self._check(x, x.shape[-2:], (self.streams, self.features))
                 streams = x
@@ -105,6 +127,9 @@ class StreamConnection(Connection):
 
     def expand(self, x: Tensor) -> Tensor:
         """Return the first streams [B, T..., S, D] of x [B, T..., D]."""
+        scale = getattr(self, "stream_scale", None)
+        if scale is not None:
+            return x.unsqueeze(-2) * scale.to(x.dtype)
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:

@@ -1,10 +1,11 @@
-"""What stands around a model that is to be wrapped: data parallelism (refused), adapters (warned of)."""
+"""What a model that is to be wrapped has already: data parallelism, streams of its own (refused), adapters (warned)."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from flowscope.errors import FlowscopeError
+from flowscope.model.hyper_connections import find_hyper_connections
 
 _PARALLEL = {
     "DistributedDataParallel": "DistributedDataParallel (DDP)",
@@ -26,6 +27,16 @@ def refuse_parallel(model: nn.Module) -> None:
                 _refuse(_PARALLEL[kind.__name__])
     if any(kind.__name__ == "DTensor" for p in model.parameters() for kind in type(p).__mro__):
         _refuse("sharding: its parameters are DTensors")
+
+
+def refuse_own_streams(model: nn.Module) -> None:
+    """Raise where the model has hyper-connections of its own: what they carry on is no residual add."""
+    found = find_hyper_connections(model.named_modules())
+    if found:
+        raise FlowscopeError(
+            f"wrap: the model has hyper-connections of its own ({found[0].path}, {len(found)} in all), and merges its "
+            "branches by these. flowscope.watch(model) records them as they are; nothing was changed."
+        )
 
 
 def _refuse(what: str) -> None:

@@ -22,7 +22,7 @@ from flowscope.merging.idle import freeze_idle, thaw_idle
 from flowscope.merging.modes import Rule, parse_options, rule_of
 from flowscope.merging.placement import block_rule, contexts, servable, stretches, without
 from flowscope.merging.stream_outputs import HOOKS, attach_hooks
-from flowscope.merging.surroundings import adapter_notice, refuse_parallel
+from flowscope.merging.surroundings import adapter_notice, refuse_own_streams, refuse_parallel
 from flowscope.merging.verification import BlockError, check_run
 from flowscope.merging.weaving import Notice, Recipe, WovenBlock, lanes_of, unweave, weave
 from flowscope.model.sites import Key, SitePlan, Trial, plan_sites, uncompiled
@@ -56,8 +56,8 @@ def wrap(
 
     Raises:
         FlowscopeError: an unknown mode or option, a model already wrapped or without residual merges, inputs it cannot
-            be run on, no block this mode can serve, a promise that is not kept (see docs/wrapping.md), or a model that
-            is under DDP or FSDP already. The model is then as it was.
+            be run on, no block this mode can serve, a promise that is not kept (see docs/wrapping.md), a model that is
+            under DDP or FSDP already, or one with hyper-connections of its own. The model is then as it was.
     """
     rule = rule_of(mode)
     settings = parse_options(rule, **options)
@@ -67,6 +67,7 @@ def wrap(
     if is_wrapped(inner):
         raise FlowscopeError("wrap: the model is wrapped already; call flowscope.unwrap(model) first.")
     refuse_parallel(inner)
+    refuse_own_streams(inner)
     plan, trial = plan_sites(inner, example_inputs, where)
     plan = servable(plan, rule)
     if not plan.blocks:

@@ -1,6 +1,6 @@
 """The hyper-connections of known packages, recognised by class, without importing the package.
 
-hyper-connections (PyPI, 0.4) and the mHC modules of transformers (DeepSeek-V4, GLM-5, Hunyuan-V4).
+hyper-connections (PyPI, 0.4), the mHC modules of transformers (DeepSeek-V4, GLM-5, Hunyuan-V4) and of Megatron.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from flowscope.model.structure import Named, whole_number
 _CLASSES = {
     ("hyper_connections.hyper_connections", "HyperConnections"): "dynamic",
     ("hyper_connections.manifold_constrained_hyper_connections", "ManifoldConstrainedHyperConnections"): "manifold",
+    ("megatron.core.transformer.hyper_connection", "HyperConnectionModule"): "packed",
 }
+_COUNTS = {"returned": "hc_mult", "carried": "hc_mult", "packed": "n"}
+"""Names of the number of streams, of those that give their coefficients back."""
 _SINKHORN = ("sinkhorn_knopps", "log_domain_sinkhorn_knopps")
 
 
@@ -28,7 +31,8 @@ class KnownConnection:
         path: module path.
         module: of the package.
         kind: "dynamic" and "manifold" (hyper-connections); "returned" (transformers: it gives its coefficients back),
-            "carried" (it gives the branch's weights back; the streams are carried on as they are).
+            "carried" (it gives the branch's weights back; the streams are carried on as they are); "packed" (Megatron:
+            it gives its coefficients back, and the streams are one axis with the features).
         streams: how many.
     """
 
@@ -47,9 +51,8 @@ def find_hyper_connections(modules: Iterable[Named]) -> list[KnownConnection]:
     found = []
     for path, module in modules:
         kind = _kind(module)
-        gives = kind in ("returned", "carried")
-        streams = whole_number(module, "hc_mult" if gives else "num_residual_streams") if kind else None
-        if streams is not None and streams > 1 and (gives or _plain(module)):
+        streams = whole_number(module, _COUNTS.get(kind, "num_residual_streams")) if kind else None
+        if streams is not None and streams > 1 and (kind in _COUNTS or _plain(module)):
             found.append(KnownConnection(path, module, kind, streams))
     return found
 

@@ -88,6 +88,21 @@ MIXING = (
     _mix(
         "stream_cosine", "Cosine between streams. At 1 throughout, one stream is paid for several times.", bounds=SHARE
     ),
+    _mix(
+        "dominant_stream",
+        "The largest stream's share of the signal: 1 / S where all carry alike, near 1 where one does the work.",
+        formula="max_s ‖h_s‖² / sum_s ‖h_s‖²",
+        source="arXiv 2606.03483",
+        bounds=SHARE,
+    ),
+    _mix(
+        "dominant_stream_grad",
+        "The largest stream's share of the gradient.",
+        formula="max_s ‖dL/dh_s‖² / sum_s ‖dL/dh_s‖²",
+        source="arXiv 2606.03483",
+        bounds=SHARE,
+        of_gradient=True,
+    ),
     _mix("branch_weight", "Weight with which a branch is written to the streams."),
 )
 
@@ -140,6 +155,17 @@ def shortcut_product(factors: Sequence[float]) -> Array:
     """[K]: at site k the product of the carry's factors from k to the flow's end."""
     product: Array = np.cumprod(np.asarray(factors, dtype=np.float64)[::-1])[::-1].copy()
     return product
+
+
+def dominant_stream(signal: Array, gradient: Array) -> dict[str, Array]:
+    """dominant_stream, dominant_stream_grad: the largest of the sums of squares [K, S], over their total, each [K].
+
+    NaN where there is one stream only, or nothing.
+    """
+    names = {"dominant_stream": signal, "dominant_stream_grad": gradient}
+    with np.errstate(invalid="ignore"):
+        shares = {name: squares.max(1) / squares.sum(1) for name, squares in names.items()}
+    return {name: share if signal.shape[1] > 1 else np.full_like(share, np.nan) for name, share in shares.items()}
 
 
 def mixing_metrics(matrices: Array, starts: Sequence[int] = (0,)) -> dict[str, Array]:

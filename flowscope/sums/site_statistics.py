@@ -77,3 +77,9 @@ def stream_cosine_sums(streams: Tensor, limit: int) -> Tensor:
     total = functional.normalize(flat, dim=-1).sum(1)
     mean = (torch.linalg.vecdot(total, total) - count) / max(1, count * (count - 1))
     return torch.stack([torch.full_like(mean[0], flat.shape[0]), mean.sum()]).to(wide(flat.device))
+
+
+def stream_energies(streams: Tensor, limit: int) -> Tensor:
+    """Return [S], the sum of squares of each stream of [B, T..., S, D], at most `limit` evenly spaced positions."""
+    flat = spaced_streams(streams.detach(), limit).to(wide(streams.device))
+    return torch.linalg.vecdot(flat, flat).sum(0)
