@@ -18,7 +18,7 @@ from watch_models import Block, Stack, data, loss_of, scaled_step, watched
 import flowscope
 from flowscope import FlowscopeError
 from flowscope.faults import CallBefore, Faults, Hook, StepHook
-from flowscope.hooks import flow_observer
+from flowscope.hooks import attention_layers, flow_observer
 from flowscope.instruments import attention, raw_gradients
 from flowscope.observation import observation
 from flowscope.scripts import after_making
@@ -159,6 +159,17 @@ def test_a_fault_behind_an_entrance_changes_nothing(
     assert "injected" in errors(caplog)[0]
     steps = [record.step for record in scope.records]
     assert steps == ([0, 1] if name == "an update of the GradScaler" else [0, 1, 2])  # it tells of the step left out
+
+
+@pytest.mark.parametrize("name", ["_leave", "_leave_model"])
+def test_no_function_mode_outlives_a_scope_that_could_not_take_it_off(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_layers.AttentionLayers, name, broken)
+    bare, _ = trained(watch=False)
+    seen, _ = trained(watch=True)
+    assert all(torch.equal(a, b) for a, b in zip(bare, seen, strict=True))
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_hooks_are_registered_in_two_places_only() -> None:

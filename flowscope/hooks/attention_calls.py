@@ -252,3 +252,8 @@ class Looking(TorchFunctionMode):
     def stop(self) -> None:
         """Look no longer; only where it is on top."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Look no longer, where a fault left it on."""
+        if self.is_on_top():
+            self.stop()

@@ -130,11 +130,13 @@ class AttentionLayers:
         self._hooks, self._modules, self._fuse = hooks, modules, fuse
         for looking in (self._inside, self._around):
             looking.faults, looking.fuse = hooks.faults, fuse
+            hooks.keep(looking)  # where the end of a forward failed
         self.marks = {device: torch.full((1,), NOWHERE, device=device) for device in devices}
         for layer in self.all:
             layer.marks = {device: torch.full((1,), layer.number, device=device) for device in devices}
         hooks.before(modules[0], fuse, self._enter_model, hooks.switch)
-        hooks.after(modules[0], self._ends, self._leave_model, always=True)
+        # a fuse of its own: it takes off what the end of a layer failed to
+        hooks.after(modules[0], f"{fuse} ends with the model", self._leave_model, always=True)
         for layer in self.all:
             hooks.before(layer.module, fuse, partial(self._enter, layer), hooks.switch)
             hooks.after(layer.module, fuse, partial(self._leave_traced, layer), hooks.switch)

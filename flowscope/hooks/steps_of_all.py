@@ -25,17 +25,14 @@ class Listener:
     Args:
         before: called with the optimizer, the arguments of its step and the named ones before each step.
         after: likewise after each step.
+
+    Attributes:
+        hooks: the two, while they live.
     """
 
     def __init__(self, before: Hook, after: Hook) -> None:
-        self._hooks = weakref.ref(before), weakref.ref(after, self.remove)
+        self.hooks = weakref.ref(before), weakref.ref(after, self.remove)
         _change(more=self)
-
-    def hear(self, which: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins (0) or has ended (1)."""
-        if (hook := self._hooks[which]()) is not None:
-            # torch hands the bound call's arguments on: args[0] is the optimizer itself
-            hook(optimizer, args[1:] if args and args[0] is optimizer else args, kwargs)
 
     def remove(self, forgotten: object = None) -> None:
         """Listen no more; called too when the hooks are forgotten."""
@@ -57,14 +54,19 @@ def _change(more: Listener | None = None, less: Listener | None = None) -> None:
                 _HANDLES.pop().remove()
 
 
+# what torch calls straight: nothing here can fail, the hooks have guards of their own
+
+
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for listener in _LISTENING:
-        listener.hear(0, optimizer, args, kwargs)
+        if (hook := listener.hooks[0]()) is not None:
+            hook(optimizer, args, kwargs)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for listener in _LISTENING:
-        listener.hear(1, optimizer, args, kwargs)
+        if (hook := listener.hooks[1]()) is not None:
+            hook(optimizer, args, kwargs)
 
 
 # what torch.compiler.disable sets: a compiled optimizer.step calls them as plain Python

@@ -162,7 +162,7 @@ class OptimizerClock:
             self._inside = None  # that backward did not end: it raised
             self._tell(Event.FAILED, optimizer)
         if optimizer is not self._joining:
-            self._tell(Event.BEFORE_CLOSURE if _has_closure(args, kwargs) else Event.BEFORE, optimizer)
+            self._tell(Event.BEFORE_CLOSURE if _has_closure(optimizer, args, kwargs) else Event.BEFORE, optimizer)
 
     def _place(self, optimizer: Optimizer) -> None:
         """An optimizer steps for the first time: its place in the order follows from what has stepped before it.
@@ -217,8 +217,9 @@ class OptimizerClock:
             self._tell(Event.LAST, inside[1])
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return callable(args[0] if args else kwargs.get("closure"))
+def _has_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = [each for each in args if each is not optimizer]  # torch hands the bound call's arguments on
+    return callable(given[0] if given else kwargs.get("closure"))
 
 
 def _as_list(given: Any) -> list[Optimizer]:

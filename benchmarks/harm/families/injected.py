@@ -58,7 +58,10 @@ LEFT_OUT = (
     "flowscope.integrations", "flowscope.extras", "flowscope.plot", "flowscope.merging", "flowscope.jacobian",
     "flowscope.__main__",
 )  # fmt: skip
-ENTRANCES = ("flowscope.scope.watch", "flowscope.scope.Scope.", "flowscope.hooks.attention_calls.Looking.__torch")
+ENTRANCES = (
+    "flowscope.scope.watch", "flowscope.scope.Scope.", "flowscope.hooks.attention_calls.Looking.__torch",
+    "flowscope.hooks.steps_of_all._before", "flowscope.hooks.steps_of_all._after",
+)  # fmt: skip
 """What the user's program or torch calls straight; their insides are tried."""
 SPECIAL = (
     "__init_subclass__",
