@@ -1,12 +1,16 @@
 // What is wrong: the verdict on each run, and the alerts over the steps, from raised to resolved.
 
-import { el } from "./dom.js";
+import { el, emptyState } from "./dom.js";
 
 /** One sign a severity: colour alone is lost on many. */
 export const SIGNS = { error: "✖", warning: "▲", info: "●", ok: "✔", none: "–" };
 
+const MOST_CARDS = 3;
+
 /** The state of each run in a few words. */
 export function verdicts(runs, colourOf) {
+  if (!runs.length) return emptyState("No run is chosen.", "Tick one on the left.");
+  if (runs.length > MOST_CARDS) return el("p", { class: "quiet" }, `${runs.length} runs are shown; the table says how each went.`);
   const card = (run) =>
     el(
       "article",

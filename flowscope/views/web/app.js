@@ -18,7 +18,6 @@ import { nearest, within } from "./source.js";
 const POLL_MS = 10_000;
 const MOST_PINS = 4;
 const MOST_CONNECTED = 150;
-const MOST_CARDS = 3;
 const FIGURES = { matrix: matrixFigures, stack: stackFigures };
 const NO_MATRIX = "It comes with every tenth record (WatchConfig.slow_every); wrapped streams and flows of changing width have none.";
 
@@ -52,6 +51,10 @@ export class App {
     if (this.source.reloads) setInterval(() => document.hidden || !this.controls.auto || this.refresh(), POLL_MS);
   }
 
+  clear(...names) {
+    for (const name of names) this.parts[name].replaceChildren();
+  }
+
   /** Ask what there is; draw again where something shown has changed. */
   async refresh() {
     let overview;
@@ -68,7 +71,7 @@ export class App {
     this.stamp = stamp;
     this.runs = overview.runs;
     if (!this.runs.length) {
-      for (const name of ["alerts", "picture", "depth", "extra", "loss", "about"]) this.parts[name].replaceChildren();
+      this.clear("alerts", "picture", "depth", "extra", "loss", "about");
       this.parts.state.replaceChildren(
         emptyState("No flowscope run in this log folder.", "Train with flowscope.watch(model, optimizer, log_dir=…) and start TensorBoard with --logdir on that folder. This page looks again by itself."),
       );
@@ -152,16 +155,15 @@ export class App {
     if (this.runs.length > 1) {
       if (!this.table.element.isConnected) this.parts["runs-table"].replaceChildren(el("h2", {}, "Runs"), this.table.element);
       this.table.update(this.runs, this.chosen.runs, (name) => this.colourOf(name));
-    } else this.parts["runs-table"].replaceChildren();
-    const cards = runs.length > MOST_CARDS ? el("p", { class: "quiet" }, `${runs.length} runs are shown; the table says how each went.`) : runs.length ? verdicts(runs, (name) => this.colourOf(name)) : emptyState("No run is chosen.", "Tick one on the left.");
-    this.parts.state.replaceChildren(cards, ...differing(runs));
+    } else this.clear("runs-table");
+    this.parts.state.replaceChildren(verdicts(runs, (name) => this.colourOf(name)), ...differing(runs));
     const loss = lossFigure(runs, (name) => this.colourOf(name), this.chosen.smooth);
     replace(this.parts.loss, ...(loss ? [el("h2", {}, "Loss"), this.smoothing(), loss] : []));
     const alerts = timeline(runs, this.chosen.alert, (run, alert) => this.land(run, alert));
     replace(this.parts.alerts, ...(runs.length ? [el("h2", {}, "Alerts"), alerts] : []));
     replace(this.parts.about, ...runs.map((run) => this.about(run)));
     if (!runs.length || !this.metric) {
-      for (const name of ["picture", "depth", "extra"]) this.parts[name].replaceChildren();
+      this.clear("picture", "depth", "extra");
       if (runs.length) replace(this.parts.picture, emptyState("There is nothing to draw yet.", "Records come with the first optimizer steps; without a record, see scope.summary()."));
       return;
     }
@@ -259,7 +261,7 @@ export class App {
   /** What is shown at the pinned steps: the profiles, and the matrices of the view. */
   async drawDepth() {
     if (!this.drawn.length) {
-      for (const name of ["depth", "extra"]) this.parts[name].replaceChildren();
+      this.clear("depth", "extra");
       return;
     }
     // a slower, older answer must not overwrite what was chosen since: a pin, or a whole new picture

@@ -2,7 +2,7 @@
 
 import { copyAddress } from "./address.js";
 import { SIGNS } from "./alerts.js";
-import { el } from "./dom.js";
+import { el, searchBox } from "./dom.js";
 import { plain } from "./names.js";
 import { SCALES } from "./scale.js";
 
@@ -36,11 +36,11 @@ export class Controls {
     this.auto = true;
     this.heading = el("h1", {}, "Flow");
     this.runs = el("div", { class: "runs", role: "group", "aria-label": "Runs" });
-    this.runFilter = el("input", { type: "search", placeholder: "find a run", "aria-label": "Find a run", oninput: () => this.drawRuns() });
+    this.runFilter = searchBox("find a run", () => this.drawRuns());
     this.flow = el("select", { id: "flow", onchange: () => events.change({ flow: this.flow.value, row: null }) });
     this.views = el("div", { class: "views", role: "group", "aria-label": "Views" });
     this.why = el("p", { class: "why", role: "status", hidden: true });
-    this.search = el("input", { type: "search", placeholder: "find a metric", "aria-label": "Find a metric", oninput: () => this.drawMetrics() });
+    this.search = searchBox("find a metric", () => this.drawMetrics());
     this.metric = el("select", { id: "metric", size: 14, "aria-label": "Metric", onchange: () => events.change({ metric: this.metric.value, row: null }) });
     this.scale = el(
       "select",

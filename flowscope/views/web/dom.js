@@ -25,6 +25,35 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** A field that filters what stands below it. */
+export function searchBox(what, draw) {
+  return el("input", { type: "search", placeholder: what, "aria-label": what[0].toUpperCase() + what.slice(1), oninput: draw });
+}
+
+/** A table whose heads are buttons: `sort(i)` is called on a click, `marked(i, down)` shows by which it is sorted. */
+export function sortable(titles, sort, body, ...before) {
+  const heads = titles.map((title, i) => el("th", { scope: "col" }, el("button", { onclick: () => sort(i) }, title)));
+  const element = el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, ...before, ...heads)), body));
+  return { element, marked: (chosen, down) => heads.forEach((head, i) => head.setAttribute("aria-sort", i !== chosen ? "none" : down ? "descending" : "ascending")) };
+}
+
+/** `number`, or the end of [low, high] that it lies beyond. */
+export function clamp(number, low, high) {
+  return Math.min(high, Math.max(low, number));
+}
+
+/** Rows and columns that an arrow key moves by; undefined for other keys. */
+export function arrow(key) {
+  return { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[key];
+}
+
+/** The row and the column of a picture's cell under the pointer. */
+export function cellUnder(event, canvas, rows, columns) {
+  const box = canvas.getBoundingClientRect();
+  const at = (share, count) => clamp(Math.floor(share * count), 0, count - 1);
+  return [at((event.clientY - box.top) / box.height, rows), at((event.clientX - box.left) / box.width, columns)];
+}
+
 /** Replace what is in a section. What had the focus there hands it to what takes its place, or the keyboard would be lost. */
 export function replace(section, ...children) {
   const reachable = () => [...section.querySelectorAll("button, canvas, svg[tabindex], summary")];

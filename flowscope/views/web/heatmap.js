@@ -1,7 +1,7 @@
 // A metric over depth (downwards, input on top) and steps (to the right), one cell a record and row.
 
 import { axisTitle, stepText } from "./axis.js";
-import { el, spread, svg } from "./dom.js";
+import { arrow, cellUnder, clamp, el, spread, svg } from "./dom.js";
 import { downloads, pictureOf } from "./download.js";
 import { decode, format, paint } from "./scale.js";
 import { nearest, rowName, rowOf } from "./source.js";
@@ -57,12 +57,7 @@ export function heatMap({ title, series, scale, alerts, loss, marked, bar, onPin
     readout.hidden = cursor.hidden = true;
   }
 
-  function under(event) {
-    const box = canvas.getBoundingClientRect();
-    const at = (share, count) => Math.min(count - 1, Math.max(0, Math.floor(share * count)));
-    return [at((event.clientY - box.top) / box.height, rows.length), at((event.clientX - box.left) / box.width, columns)];
-  }
-
+  const under = (event) => cellUnder(event, canvas, rows.length, columns);
   const brush = el("div", { class: "brush", hidden: true });
   plot.append(brush);
   let from = null;
@@ -85,12 +80,10 @@ export function heatMap({ title, series, scale, alerts, loss, marked, bar, onPin
     else onPin(series.steps[to]);
   });
   canvas.addEventListener("keydown", (event) => {
-    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-    const move = moves[event.key];
+    const move = arrow(event.key);
     if (move) {
-      const from = cell ?? { row: 0, column: columns - 1 };
-      const clamp = (value, count) => Math.min(count - 1, Math.max(0, value));
-      show(clamp(from.row + move[0], rows.length), clamp(from.column + move[1], columns));
+      const at = cell ?? { row: 0, column: columns - 1 };
+      show(clamp(at.row + move[0], 0, rows.length - 1), clamp(at.column + move[1], 0, columns - 1));
     } else if (event.key === "[" && cell) from = cell.column;
     else if (event.key === "]" && cell && from !== null && from < cell.column) onZoom(series.steps[from], series.steps[cell.column]);
     else if (event.key === "Enter" && cell) onPin(series.steps[cell.column]);

@@ -1,9 +1,9 @@
 // The loss of the chosen runs over steps, on top of each other: a flat one beside a falling one needs no words.
 
 import { axisTitle, stepText } from "./axis.js";
-import { el, svg } from "./dom.js";
+import { clamp, el, svg } from "./dom.js";
 import { downloads } from "./download.js";
-import { LEFT, RIGHT, WIDTH, gridLine, path } from "./profile.js";
+import { LEFT, RIGHT, WIDTH, gridLine, path, readAt, shareAt } from "./profile.js";
 import { decode, format, makeScale } from "./scale.js";
 import { nearest } from "./source.js";
 
@@ -43,16 +43,12 @@ export function lossFigure(runs, colourOf, smoothing = 0) {
     curves.map(line),
   );
   picture.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect();
-    const share = (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+    const share = clamp(shareAt(event, picture), 0, 1);
     const words = [...references.map((one) => ({ name: `reference ${one.name}`, steps: one.steps, values: one.lines[one.lines.length >> 1] })), ...curves].map((curve) => {
-      const at = nearest(curve.steps, Math.min(1, Math.max(0, share)) * end);
+      const at = nearest(curve.steps, share * end);
       return el("span", {}, `${curve.name}, step ${curve.steps[at]}: `, el("span", { class: "value" }, format(curve.values[at])));
     });
-    readout.replaceChildren(...words);
-    readout.style.left = `${(100 * (event.clientX - box.left)) / box.width}%`;
-    readout.style.transform = share > 0.6 ? "translateX(calc(-100% - 12px))" : "translateX(12px)";
-    readout.hidden = false;
+    readAt(readout, x(share * end), ...words);
   });
   picture.addEventListener("pointerleave", () => (readout.hidden = true));
   return el("figure", { class: "profile loss" }, el("div", { class: "plot" }, picture, readout), downloads("loss", { table, svg: () => picture }));

@@ -1,6 +1,6 @@
 // A matrix of numbers: the cosine of each pair of depths, how streams are mixed at a site, a number for each head of a layer.
 
-import { el } from "./dom.js";
+import { arrow, cellUnder, clamp, el } from "./dom.js";
 import { decode, format, makeScale, paint } from "./scale.js";
 import { colourBar } from "./heatmap.js";
 
@@ -8,8 +8,8 @@ function square(numbers, scale, describe) {
   const canvas = paint(numbers, scale);
   const readout = el("output", { class: "readout", hidden: true });
   let at = [0, 0];
-  const show = (row, column) => {
-    at = [row, column].map((place, axis) => Math.min(sizes[axis] - 1, Math.max(0, place)));
+  const show = (...place) => {
+    at = place.map((one, axis) => clamp(one, 0, sizes[axis] - 1));
     readout.replaceChildren(el("b", {}, describe(...at)), el("span", { class: "value" }, format(numbers[at[0]][at[1]])));
     readout.hidden = false;
   };
@@ -17,12 +17,9 @@ function square(numbers, scale, describe) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-label", `Matrix of ${sizes.join(" by ")}; arrow keys move.`);
-  canvas.addEventListener("pointermove", (event) => {
-    const box = canvas.getBoundingClientRect();
-    show(Math.floor(((event.clientY - box.top) / box.height) * sizes[0]), Math.floor(((event.clientX - box.left) / box.width) * sizes[1]));
-  });
+  canvas.addEventListener("pointermove", (event) => show(...cellUnder(event, canvas, ...sizes)));
   canvas.addEventListener("keydown", (event) => {
-    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const move = arrow(event.key);
     if (!move) return;
     event.preventDefault();
     show(at[0] + move[0], at[1] + move[1]);

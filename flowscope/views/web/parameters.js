@@ -1,6 +1,6 @@
 // One metric of many parameters: a table sorted by any column in place of a cloud of dots. The map above shows them all.
 
-import { el } from "./dom.js";
+import { el, searchBox, sortable } from "./dom.js";
 import { downloads } from "./download.js";
 import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
@@ -12,9 +12,10 @@ export function parameterTable({ name, lines, row }) {
   const first = lines.find((line) => line.rows);
   const columns = lines.map((line) => ({ title: `${line.run}, step ${line.step}`, values: line.values.map(decode) }));
   const rows = first.rows.map((group, i) => ({ name: rowName(group), group, values: columns.map(({ values }) => values[i] ?? NaN) }));
-  const heads = [el("th", { scope: "col" }, el("button", { onclick: () => sort(-1) }, "parameter")), ...columns.map(({ title }, i) => el("th", { scope: "col" }, el("button", { onclick: () => sort(i) }, title)))];
-  const search = el("input", { type: "search", placeholder: "filter parameters", "aria-label": "Filter parameters", oninput: () => draw() });
+  const titles = ["parameter", ...columns.map(({ title }) => title)];
+  const search = searchBox("filter parameters", () => draw());
   const body = el("tbody");
+  const sorting = sortable(titles, (i) => sort(i - 1), body);
   const more = el("p", { class: "hint" });
   const order = { column: -1, down: true };
 
@@ -33,13 +34,13 @@ export function parameterTable({ name, lines, row }) {
 
   function draw() {
     const found = sorted();
-    heads.forEach((head, i) => head.setAttribute("aria-sort", i - 1 !== order.column ? "none" : order.down ? "descending" : "ascending"));
+    sorting.marked(order.column + 1, order.down);
     const here = ([, , start, count]) => row !== null && row >= start && row < start + count;
     body.replaceChildren(...found.slice(0, MOST).map((one) => el("tr", { class: here(one.group) ? "shown" : null }, el("th", { scope: "row" }, one.name), ...one.values.map((value) => el("td", { class: "value" }, format(value))))));
     more.textContent = found.length > MOST ? `${MOST} of ${found.length}; sort or filter for the others.` : "";
   }
 
   draw();
-  const table = () => [["parameter", ...columns.map(({ title }) => title)], ...sorted().map((one) => [one.name, ...one.values])];
-  return el("div", { class: "parameters" }, el("div", { class: "bar" }, search, downloads(name, { table })), el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, ...heads)), body)), more);
+  const table = () => [titles, ...sorted().map((one) => [one.name, ...one.values])];
+  return el("div", { class: "parameters" }, el("div", { class: "bar" }, search, downloads(name, { table })), sorting.element, more);
 }

@@ -1,6 +1,6 @@
 // Depth profiles on top of each other: colour tells the run, the dash tells the step.
 
-import { el, spread, svg } from "./dom.js";
+import { clamp, el, spread, svg } from "./dom.js";
 import { downloads } from "./download.js";
 import { decode, format } from "./scale.js";
 import { rowName } from "./source.js";
@@ -12,6 +12,20 @@ export const WIDTH = 960;
 export const LEFT = 66;
 export const RIGHT = 12;
 const [HEIGHT, BOTTOM, TOP] = [300, 26, 10];
+
+/** Where the pointer is between the edges of the plot: 0 to 1, and beyond. */
+export function shareAt(event, picture) {
+  const box = picture.getBoundingClientRect();
+  return (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+}
+
+/** Show what is read beside the place x of the plot. */
+export function readAt(readout, x, ...words) {
+  readout.replaceChildren(...words);
+  readout.style.left = `${(100 * x) / WIDTH}%`;
+  readout.style.transform = x > 0.6 * WIDTH ? "translateX(calc(-100% - 12px))" : "translateX(12px)";
+  readout.hidden = false;
+}
 
 /** The dash of the n-th pinned step. */
 export function dash(n) {
@@ -36,19 +50,16 @@ export function profileFigure({ lines, scale, limits, row, name, title, across }
     limits.filter((limit) => scale.inside(limit.value)).map((limit) => limitLine(y(limit.value), limit.text)),
     spread(first.rows.length, Math.max(...first.rows.map(([label]) => label.length)) > 12 ? 5 : 7).map((i, n, all) => depthLabel(x(i, first.rows.length), first.rows[i][0], n, all.length)),
     lines.map((line) => line.band && svg("path", { class: line.behind ? "band behind" : "band", d: area(line, x, y), fill: line.colour })),
-    lines.map((line) => curve(line, x, y)),
+    lines.map((line) => curve(line, path(line.values, x, y) + infinities(line.values, x))),
     guide,
   );
   let at = null;
 
   function show(share) {
-    at = Math.min(1, Math.max(0, share));
+    at = clamp(share, 0, 1);
     const index = Math.min(first.rows.length - 1, Math.floor(at * first.rows.length));
-    readout.replaceChildren(el("b", {}, rowName(first.rows[index])), ...lines.map((line) => reading(line, at)));
-    readout.hidden = false;
-    readout.style.left = `${(100 * x(index, first.rows.length)) / WIDTH}%`;
-    readout.style.transform = at > 0.6 ? "translateX(calc(-100% - 12px))" : "translateX(12px)";
     const place = x(index, first.rows.length);
+    readAt(readout, place, el("b", {}, rowName(first.rows[index])), ...lines.map((line) => reading(line, at)));
     for (const name of ["x1", "x2"]) guide.setAttribute(name, place);
     guide.setAttribute("visibility", "visible");
   }
@@ -58,10 +69,7 @@ export function profileFigure({ lines, scale, limits, row, name, title, across }
     guide.setAttribute("visibility", "hidden");
   }
 
-  picture.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect();
-    show((((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT));
-  });
+  picture.addEventListener("pointermove", (event) => show(shareAt(event, picture)));
   picture.addEventListener("pointerleave", hide);
   picture.addEventListener("blur", hide);
   picture.addEventListener("keydown", (event) => {
@@ -84,11 +92,9 @@ export function profileFigure({ lines, scale, limits, row, name, title, across }
   return el("figure", { class: "profile" }, el("div", { class: "hint" }, `↑ ${title}`), el("div", { class: "plot" }, picture, readout), below, legend(lines));
 }
 
-function curve(line, x, y) {
-  const look = line.behind
-    ? { class: line.band ? "line behind middle" : "line behind", "stroke-dasharray": line.dash }
-    : { class: "line", "stroke-width": 2, stroke: line.colour, "stroke-dasharray": line.dash };
-  return svg("path", { ...look, d: path(line.values, x, y) + infinities(line.values, x) });
+function curve(line, d) {
+  const look = line.behind ? { class: line.band ? "line behind middle" : "line behind" } : { class: "line", "stroke-width": 2, stroke: line.colour };
+  return svg("path", { ...look, "stroke-dasharray": line.dash, d });
 }
 
 /** The path of a line; `x(i, count)` and `y(value)` place a point. */
@@ -146,9 +152,7 @@ function depthLabel(at, text, n, count) {
 }
 
 function sample(line) {
-  if (line.behind) return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, svg("path", { class: "line behind", "stroke-dasharray": line.dash, d: "M0 4H28" }));
-  const look = { "stroke-width": 2.5, stroke: line.colour, "stroke-dasharray": line.dash };
-  return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, svg("path", { ...look, d: "M0 4H28" }));
+  return svg("svg", { class: "sample", viewBox: "0 0 28 8", "aria-hidden": "true" }, curve(line, "M0 4H28"));
 }
 
 function reading(line, share) {

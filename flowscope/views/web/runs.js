@@ -1,7 +1,7 @@
 // The runs as one table, on top of the page: sorted by any column, filtered, grouped; a tick shows a run below.
 
 import { SIGNS } from "./alerts.js";
-import { el } from "./dom.js";
+import { el, searchBox, sortable } from "./dom.js";
 import { format } from "./scale.js";
 
 const ORDER = ["error", "warning", "info", "ok", "none"];
@@ -31,16 +31,16 @@ export class RunsTable {
   constructor(toggle) {
     this.toggle = toggle;
     this.order = { column: 0, down: false };
-    this.search = el("input", { type: "search", placeholder: "filter runs", "aria-label": "Filter runs", oninput: () => this.draw() });
+    this.search = searchBox("filter runs", () => this.draw());
     this.group = el("select", { "aria-label": "Group runs", onchange: () => this.draw() }, ...Object.keys(GROUPS).map((name) => el("option", { value: name }, name === "none" ? "no groups" : `by ${name}`)));
     this.body = el("tbody");
-    this.heads = COLUMNS_OF_RUNS.map(([name], i) => el("th", { scope: "col" }, el("button", { onclick: () => this.sort(i) }, name)));
+    this.rows = sortable(COLUMNS_OF_RUNS.map(([name]) => name), (i) => this.sort(i), this.body, el("th", {}, el("span", { class: "unseen" }, "shown")));
     const each = (shown) => this.toggle(shown ? this.found().map((run) => run.name) : []);
     this.element = el(
       "div",
       { class: "all-runs" },
       el("div", { class: "bar" }, this.search, this.group, el("button", { onclick: () => each(true) }, "show these"), el("button", { onclick: () => each(false) }, "show none")),
-      el("div", { class: "scrolls" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, el("span", { class: "unseen" }, "shown")), ...this.heads)), this.body)),
+      this.rows.element,
     );
   }
 
@@ -69,7 +69,7 @@ export class RunsTable {
       return this.order.down ? -way : way;
     };
     const rows = this.found().toSorted((a, b) => group(a).localeCompare(group(b)) || compare(a, b));
-    this.heads.forEach((head, i) => head.setAttribute("aria-sort", i !== this.order.column ? "none" : this.order.down ? "descending" : "ascending"));
+    this.rows.marked(this.order.column, this.order.down);
     let named = "";
     this.body.replaceChildren(
       ...rows.slice(0, 500).flatMap((run) => {
