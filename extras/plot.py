@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 PROFILES = 6
 COLUMNS = 1000
 SITES = 16
+NAMED, LONGEST = 14, 24
+"""So many rows of a map bear their names, and so many characters of one."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's colours, told apart by colour-blind readers too."""
 _EXPECTED = {
@@ -327,10 +329,15 @@ def _band(record: Record, metric: str, flow: str | None) -> tuple[NDArray[np.flo
 
 
 def _depth_words(series: _Series) -> str:
+    """What the rows are, and which are the first and the last."""
     last, labels = len(series.values[-1]) - 1, series.labels
     if last < 1 or len(labels) != last + 1:
-        return "depth, input first"
-    return f"depth (0: {labels[0]}, {last}: {labels[-1]})"
+        return f"{_rows(series)}, input first"
+    return f"{_rows(series)} (0: {labels[0]}, {last}: {labels[-1]})"
+
+
+def _rows(series: _Series) -> str:
+    return "parameter" if series.spec.view == "Parameters" else "depth"
 
 
 # -- how to draw it ---------------------------------------------------------------------------------------------------
@@ -452,8 +459,20 @@ def _draw_map(axes: Axes, series: _Series, *, log: bool) -> None:
     axes.set_ylim(len(grid) - 0.5, -0.5)
     axes.figure.colorbar(mesh, ax=axes, label=series.metric)
     _text(axes.set_title, series.name)
-    _text(axes.set_ylabel, _depth_words(series))
+    _name_rows(axes, series, len(grid))
     axes.set_xlabel("step")
+
+
+def _name_rows(axes: Axes, series: _Series, count: int) -> None:
+    """Each row by its name where there is room for them, else the first and the last."""
+    if not len(series.labels) == count <= NAMED:
+        _text(axes.set_ylabel, _depth_words(series))
+        return
+    names = [f"…{name[1 - LONGEST :]}" if len(name) > LONGEST else name for name in series.labels]
+    axes.set_yticks(range(count), names, fontsize="small")
+    for name in axes.get_yticklabels():
+        name.set_parse_math(False)
+    axes.set_ylabel(f"{_rows(series)}, input first")
 
 
 def _step_edges(steps: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -133,6 +133,19 @@ def test_heat_map_cells() -> None:
     assert colour_bar.get_ylabel() == "gradient_product"
 
 
+def test_the_rows_of_parameters_are_called_so() -> None:
+    names = ("head.weight", "a.long.way.down.to.the.last.bias", "$x$")
+    records = [
+        Record(step, 1.0, {"update_ratio": np.ones(3)}, metric_labels={"update_ratio": names}) for step in (0, 1)
+    ]
+    figure = plot.heat_map(records, "update_ratio")
+    drawn(figure)
+    axes = figure.axes[0]
+    assert axes.get_ylabel() == "parameter, input first"
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["head.weight", "…y.down.to.the.last.bias", "$x$"]
+    assert plot.depth_profile(records, "update_ratio").axes[0].get_xlabel().startswith("parameter (0: head.weight, 2: ")
+
+
 def test_heat_map_shows_zero_as_bad_and_nan_as_unseen() -> None:
     values = np.array([0.0, np.nan, np.inf, 0.5])
     (mesh,) = plot.heat_map(make_records([1, 2], gradient_product=lambda _: values)).axes[0].collections
@@ -183,7 +196,8 @@ def test_gates() -> None:
     assert right.get_xlim() == (0, 1)
     np.testing.assert_array_equal(right.get_lines()[0].get_xdata(), [0.2, 0.4, 0.8])
     assert {(round(x, 9), y) for x, y in right.collections[0].get_paths()[0].vertices} >= {(0.1, 0), (1.0, 2)}
-    assert left.get_ylabel() == "depth (0: enc.1, 2: enc.3)"
+    assert left.get_ylabel() == "depth, input first"
+    assert [text.get_text() for text in left.get_yticklabels()] == ["enc.1", "enc.2", "enc.3"]
     with pytest.raises(FlowscopeError, match=r"no metric 'gate_mean'.*flowscope.wrap"):
         plot.gates(make_records([0]))
 
