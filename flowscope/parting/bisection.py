@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from flowscope.parting.distances import distance
 from flowscope.parting.looks import RANDOM, Look, Phase, Sides, draws, looks, parameter_rows, told_to_the_bit
 from flowscope.parting.matching import flow_pairs, parameters_of, same_shape
 from flowscope.parting.meaning import explained
+from flowscope.parting.naming import main_part, shared_module
 from flowscope.parting.rounding import Rounding, epsilon_of, excuses, excuses_of, measured, steps_of
 from flowscope.records import Record, Run, RunHeader
 from flowscope.sinks import read_run
@@ -159,6 +160,7 @@ class Search:
             limit = self._limit(step, look, sides, before)
             if look.distance > limit:
                 phase = "update" if clipped(look, sides) else look.phase
+                look = self._named(look, sides, limit)
                 words = explained(look, phase, sides, limit, before)
                 return step, phase, look.where, words, look.distance, limit
             if self.since is None:
@@ -169,6 +171,15 @@ class Search:
         if look.phase == "input" or (since is None and not excuses_of(look.phase, sides)):
             return 0.0
         return self.rounding.limit(step, look, since=since)
+
+    def _named(self, look: Look, sides: Sides, limit: float) -> Look:
+        """The same, at what the modules that differ at once have in common."""
+        rows = sides.rows("exact_modules") if look.kind == "modules" else None
+        shared = shared_module(rows, limit) if rows is not None else ""
+        blocks = [block for flow in sides.headers[0].flows for block in flow.blocks]
+        if not look.where.startswith(f"{shared}.") or any(block.startswith(f"{shared}.") for block in blocks):
+            return look
+        return replace(look, where=shared, kind="shared")
 
     def _changed(self, sides: Sides) -> list[str]:
         """The options that are others than in the good run from this step on."""
@@ -236,7 +247,9 @@ def _weights(sides: Sides, rounding: Rounding) -> tuple[str, str] | None:
         names = [x for x, p, q in parameter_rows(sides, "exact_weights") if distance(p, q) > limit]
     if not names:
         return None
-    return names[0], f"the runs begin with other weights: {names[0]} is the first of {len(names)}"
+    told, part = main_part(names, sides.headers[0])
+    most = f", most of what differs lies in {part}" if part else ""
+    return told[0], f"the runs begin with other weights: {names[0]} is the first of {len(names)}{most}"
 
 
 def _seeds(sides: Sides) -> tuple[str, str] | None:
