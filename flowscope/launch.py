@@ -28,6 +28,7 @@ from flowscope.scripts import (
     hear_backward,
     outermost_models,
     script_of,
+    tell_at_end,
     tell_of,
 )
 from flowscope.sinks import ConsoleSink
@@ -203,6 +204,7 @@ def run_script(
             if end.code not in (None, 0):
                 raise
         except KeyboardInterrupt:
+            tell_at_end()
             raise
         except BaseException as error:
             tell_of(error)

@@ -41,15 +41,59 @@ def script_of(command: Sequence[str], *, module: bool, asked: str = "run") -> Ca
     if sys.path:
         sys.path[0] = first_path
     sys.modules["__main__"] = main
-    return lambda: exec(code, vars(main))
+    return functools.partial(_begin, code, vars(main))
+
+
+def _begin(code: types.CodeType, names: dict[str, Any]) -> None:
+    exec(code, names)
+
+
+BEGIN = _begin.__code__
+"""Of the frame behind which a script's own begin."""
 
 
 def tell_of(error: BaseException) -> None:
     """Show an exception of the script, without our frames."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("flowscope."):
-        trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    without_ours(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def tell_at_end() -> None:
+    """Let Python itself show what ends this process, without our frames, and set the status."""
+    show = sys.excepthook
+
+    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        del trace
+        without_ours(error)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = shown
+
+
+def without_ours(error: BaseException) -> None:
+    """Take our frames out of the traceback of an exception, and out of those of the exceptions it came from."""
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        if (one := chain.pop()) is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kept: list[types.TracebackType] = []
+        trace = one.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code is BEGIN:
+                kept.clear()
+            elif not trace.tb_frame.f_globals.get("__name__", "").startswith("flowscope."):
+                kept.append(trace)
+            else:  # Python shows no frames of its import, unless others are among them
+                while kept and kept[-1].tb_frame.f_code.co_filename.startswith("<frozen importlib"):
+                    kept.pop()
+            trace = trace.tb_next
+        for held in reversed(kept):
+            trace = types.TracebackType(trace, held.tb_frame, held.tb_lasti, held.tb_lineno)
+        one.__traceback__ = trace
+        chain += one.__cause__, one.__context__
 
 
 class PatchOnImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from two_ranks import LAUNCHER
 
+from flowscope.scripts import without_ours
 from flowscope.sinks import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -389,3 +391,26 @@ def test_waiting_for_an_alert_that_cannot_come_and_a_folder_that_is_taken_are_to
         assert done.returncode == 3
     assert f"the run is in {tmp_path / 'a-2'}" in done.stderr
     assert len(read_run(tmp_path / "a").records) == len(read_run(tmp_path / "a-2").records) > 0
+
+
+def test_a_traceback_shows_the_scripts_frames_and_those_of_what_it_calls() -> None:
+    """Ours lie before the script, between it and what it calls, and in the exception that this one came from."""
+    script = {"__name__": "__main__"}
+    exec("def call(f): f()\ndef fail(): raise KeyError('first')\n", script)
+    ours = {**script, "__name__": "flowscope.between"}
+    exec(
+        "def between():\n    try:\n        call(fail)\n    except KeyError:\n        call(lambda: 1 / 0)\n"
+        "def run(): call(between)",
+        ours,
+    )
+    error: BaseException | None = None
+    try:
+        ours["run"]()
+    except ZeroDivisionError as raised:
+        error = raised
+    assert error is not None
+    assert error.__context__ is not None
+    without_ours(error)
+    shown = [[frame.name for frame in traceback.extract_tb(one.__traceback__)] for one in (error, error.__context__)]
+    here = test_a_traceback_shows_the_scripts_frames_and_those_of_what_it_calls.__name__
+    assert shown == [[here, "call", "call"], ["call", "fail"]]
