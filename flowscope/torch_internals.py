@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
@@ -340,6 +341,11 @@ def has_unscaled(scaler: Any) -> bool:
 def is_joined(wrapper: nn.Module | None) -> bool:
     """Whether a DDP module is inside torch's `Join`: ranks may run out of batches one by one."""
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+def world_size() -> int:
+    """How many processes torch.distributed runs, 1 without it."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def sequence_of(group: Any) -> int:

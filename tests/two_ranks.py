@@ -15,16 +15,15 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def torchrun(
-    program: str, *arguments: str, limit: float, ranks: int = 2, options: Sequence[str] = (), **environment: str
+    name: str, *arguments: str, limit: float, ranks: int = 2, options: Sequence[str] = (), **environment: str
 ) -> str:
     """Run a program to its end, for `limit` seconds at most, and return what it printed."""
-    process = _started(*LAUNCHER[:-1], str(ranks), *options, str(TESTS / program), *arguments, **environment)
-    try:
-        out, errors = process.communicate(timeout=limit)
-    finally:
-        _end(process)
-    assert process.returncode == 0, (out + errors)[-5000:]
-    return out
+    return _ended(_started(*LAUNCHER[:-1], str(ranks), *options, str(TESTS / name), *arguments, **environment), limit)
+
+
+def program(name: str, *arguments: str, limit: float, **environment: str) -> str:
+    """The same for a program that makes its ranks itself."""
+    return _ended(_started(str(TESTS / name), *arguments, **environment), limit)
 
 
 def without_launcher(program: str, *arguments: str, limit: float, **environment: str) -> list[tuple[int, str]]:
@@ -49,6 +48,15 @@ def _started(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         encoding="utf-8",
         start_new_session=True,
     )
+
+
+def _ended(process: subprocess.Popen[str], limit: float) -> str:
+    try:
+        out, errors = process.communicate(timeout=limit)
+    finally:
+        _end(process)
+    assert process.returncode == 0, (out + errors)[-5000:]
+    return out
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowscope.model.structure import Named, attribute, join, whole_number
+from flowscope.torch_internals import world_size
 
 _EXPERTS = re.compile(r"(^|_)experts$", re.IGNORECASE)
 _SHARED = re.compile(r"shared|dense", re.IGNORECASE)
@@ -45,12 +46,14 @@ class Router:
         module: whose output says where tokens go.
         experts: E.
         chosen: K, used where only scores are given.
+        part: path of the experts where this process holds some of them and other processes the rest, else empty.
     """
 
     path: str
     module: nn.Module
     experts: int
     chosen: int
+    part: str = ""
 
 
 def find_routers(modules: Sequence[Named]) -> list[Router]:
@@ -61,9 +64,10 @@ def find_routers(modules: Sequence[Named]) -> list[Router]:
     """
     found: dict[int, Router] = {}
     for path, module in modules:
-        for name, router, experts in _beside_experts(module):
+        for name, router, experts, part in _beside_experts(module):
             chosen = _number((router, module, _config(module), _config(router)), _CHOSEN) or 1
-            found.setdefault(id(router), Router(join(path, name), router, experts, min(chosen, experts)))
+            held = join(path, part) if part else ""
+            found.setdefault(id(router), Router(join(path, name), router, experts, min(chosen, experts), held))
         if path and id(module) not in found and _ROUTER_CLASS.search(type(module).__name__):
             outputs = _number((module, _config(module)), _COUNTS) or _outputs(module) or 0
             if outputs > 1:
@@ -75,33 +79,48 @@ def find_routers(modules: Sequence[Named]) -> list[Router]:
     return sorted(outer, key=lambda router: order[id(router.module)])
 
 
-def _beside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """The child of a mixture that routes, with the number of experts."""
+def _beside_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, int, str]]:
+    """The child of a mixture that routes, the number of experts, and the child that holds a part of them, else ""."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     for name, child in children.items():
         if not _EXPERTS.search(name) or _SHARED.search(name):
             continue
-        experts = _expert_count(module, child)
-        if experts is None or experts < 2:
-            continue
-        for other, candidate in children.items():
-            if candidate is not child and _routes(other, candidate, experts):
-                yield other, candidate, experts
+        here, counts = _expert_counts(module, child)
+        routing = ((*found, experts) for experts in counts for found in children.items() if found[1] is not child)
+        for other, candidate, experts in routing:
+            if _routes(other, candidate, experts, counts):
+                yield other, candidate, experts, name if here < experts else ""
                 break
 
 
-def _expert_count(mixture: nn.Module, experts: nn.Module) -> int | None:
-    """How many experts a child holds: its length, or what it, the mixture or the configuration says."""
+def _expert_counts(mixture: nn.Module, experts: nn.Module) -> tuple[int, list[int]]:
+    """How many experts a child holds, and how many there may be in all: most likely first, empty where it has none.
+
+    What it holds is its length, or what it, the mixture or the configuration says. Of many processes each may hold as
+    many.
+    """
+    said = _number((experts, mixture, _config(mixture)), _COUNTS)
     if isinstance(experts, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        alike = {type(expert) for expert in experts.children()}
-        return len(experts) if len(alike) == 1 and len(experts) > 1 else None
-    return _number((experts, mixture, _config(mixture)), _COUNTS)
+        held = [*experts.children()]
+        if len({type(expert) for expert in held}) != 1 or len(experts) < 2:
+            return 0, []
+        here, counts = len(held), [len(experts)]
+    else:
+        shapes = [p.shape for p in experts._parameters.values() if p is not None and p.dim() == 3]
+        here, counts = min((shape[0] for shape in shapes), default=said or 0), [said] if said and said > 1 else []
+        if world_size() == 1 or not counts or counts[0] % max(here, 1):
+            return said or 0, counts
+    parts = [parts * here for parts in range(2, world_size() + 1) if world_size() % parts == 0]
+    return here, [*counts, *(count for count in parts if count not in counts)]
 
 
-def _routes(name: str, module: nn.Module, experts: int) -> bool:
+def _routes(name: str, module: nn.Module, experts: int, counts: Sequence[int]) -> bool:
+    """Whether a child is the router of so many experts, of those that there may be."""
+    named = bool(_ROUTER.search(name) or _ROUTER.search(type(module).__name__)) and not _SHARED.search(name)
+    likely = experts == counts[0]
     if isinstance(module, nn.Linear):
-        return module.out_features == experts
-    return bool(_ROUTER.search(name) or _ROUTER.search(type(module).__name__)) and not _SHARED.search(name)
+        return module.out_features == experts and (named or likely)
+    return named and (_outputs(module) == experts or (likely and _outputs(module) not in counts))
 
 
 def _outputs(module: nn.Module) -> int | None:

@@ -26,6 +26,7 @@ from flowscope.model.structure import (
     is_equilibrium_layer,
     is_map,
     is_ours,
+    join,
     keeps_statistics,
     outermost,
 )
@@ -87,6 +88,15 @@ class ModelView:
     def routers(self) -> list[Router]:
         """The routers of mixtures of experts."""
         return find_routers(self.modules)
+
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """Names of the parameters that are this process' own, of many: its part of the experts, what DDP leaves out."""
+        parts = tuple(f"{router.part}." for router in self.routers if router.part)
+        held = {name for name, _ in self.model.named_parameters() if parts and name.startswith(parts)}
+        for path, module in self.modules:
+            held |= {join(path, name) for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        return frozenset(map(display_path, held))
 
     @cached_property
     def gates(self) -> list[GateCandidate]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from flowscope.sinks.stages import STAGE
 from flowscope.sums.payload import Sharing
-from flowscope.torch_internals import fsdp_states, is_flattened, is_joined
+from flowscope.torch_internals import fsdp_states, is_flattened, is_joined, world_size
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Group:
     """The ranks whose numbers add up.
 
     Attributes:
-        process_group: of these ranks; None where it is this one alone (a stage of a pipeline).
+        ranks: their numbers among all, in order; this one alone for a stage of a pipeline.
         kind: "DDP", "FSDP2", "FSDP1", "tensor parallel" or "" (nothing shows that the processes train together).
-        replicas: how many ranks see batches of their own.
+        replicas: how many ranks see batches (or tokens) of their own.
         averaged: over how many ranks gradients are averaged.
         states: whether this rank's hidden states count (of ranks that see the same batch, the first one's).
         wrapper: the DDP module, where there is one.
-        clocks: the groups whose collectives tell that a step was made.
+        clocks: the process groups whose collectives tell that a step was made.
     """
 
-    process_group: Any
+    ranks: tuple[int, ...]
     kind: str
     replicas: int
     averaged: float
@@ -46,15 +46,8 @@ class Group:
     clocks: tuple[Any, ...] = ()
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The global numbers of all of them; kept, as the group may be destroyed before the scope is closed."""
-        if self.process_group is None:
-            return (dist.get_rank(),)
-        return tuple(dist.get_process_group_ranks(self.process_group))
-
-    @cached_property
     def place(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among them; kept, as the groups may be destroyed before the scope is closed."""
         return self.ranks.index(dist.get_rank())
 
     @property
@@ -81,7 +74,7 @@ class Group:
 
 def several_processes() -> bool:
     """Whether torch.distributed runs with more than one rank."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world_size() > 1
 
 
 def is_first_process() -> bool:
@@ -117,42 +110,53 @@ def files_of(model: nn.Module, log_dir: str | Path | None) -> tuple[bool, str | 
 def find_group(model: nn.Module) -> Group | None:
     """Return the ranks that train `model` together; None where they hold it in a way that is not known.
 
-    With DDP (around the model, inside it, or found among the living objects) it is DDP's group; with sharded or tensor
-    parallel parameters the ranks of their mesh, or all where DDP or FSDP2 and tensor parallelism are combined.
+    With DDP (around the model, inside it, or found among the living objects) they are DDP's; with sharded or tensor
+    parallel parameters those of their mesh, or all where DDP and tensor parallelism are combined.
     """
     if any(is_flattened(p) for p in model.parameters()):
         return _flattened_group(model)
-    sharded = [p for p in model.parameters() if hasattr(p, "device_mesh")]
+    meshes: list[Any] = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
     replicas = _ddp_of(model)
     wrapper = weakref.ref(replicas) if replicas is not None else None
-    if not sharded and replicas is None and stage_of(model) is not None:
-        return Group(None, "", 1, 1.0, True)
-    if not sharded:
+    if not meshes and replicas is None and stage_of(model) is not None:
+        return Group((dist.get_rank(),), "", 1, 1.0, True)
+    if not meshes:
         group = dist.group.WORLD if replicas is None else replicas.process_group
-        size = dist.get_world_size(group)
-        return Group(group, "" if replicas is None else "DDP", size, float(size), True, wrapper, (group,))
-    mesh: Any = max((p.device_mesh for p in sharded), key=lambda mesh: mesh.size())
-    data_parallel = replicas.process_group if replicas is not None else _fsdp_group(model)
-    everyone = _group_of(mesh, data_parallel if replicas is not None else None)
+        ranks = _ranks_of(group)
+        return Group(ranks, "" if replicas is None else "DDP", len(ranks), float(len(ranks)), True, wrapper, (group,))
+    mesh = max(meshes, key=lambda mesh: mesh.size())
+    sharded = _fsdp_state(model)
+    averaging = _ranks_of(replicas.process_group) if replicas is not None else ()
+    if replicas is None and sharded is not None:
+        averaging = _ranks_on(sharded.mesh_info.mesh)
+    everyone = _together(_ranks_on(mesh), averaging)
     if everyone is None:
         return None
-    clocks = (*mesh.get_all_groups(), *([data_parallel] if replicas is not None else []))
-    first = dist.get_process_group_ranks(everyone)[0]
-    if data_parallel is None:
-        return Group(everyone, "tensor parallel", 1, 1.0, dist.get_rank() == first, None, clocks)
-    size = dist.get_world_size(data_parallel)
-    divisor = size if replicas is not None else _fsdp_divisor(model, data_parallel)
-    states = first in dist.get_process_group_ranks(data_parallel)
-    kind = "DDP" if wrapper is not None else "FSDP2"
-    return Group(everyone, kind, size, float(divisor), states, wrapper, clocks)
+    clocks = (*mesh.get_all_groups(), *([replicas.process_group] if replicas is not None else []))
+    if not averaging:
+        return Group(everyone, "tensor parallel", 1, 1.0, dist.get_rank() == everyone[0], None, clocks)
+    # FSDP2's own division of the summed gradients, where it was set
+    divisor = getattr(sharded, "gradient_divide_factor", None) if replicas is None else None
+    kind, averaged = "DDP" if replicas is not None else "FSDP2", float(divisor or len(averaging))
+    return Group(everyone, kind, len(averaging), averaged, everyone[0] in averaging, wrapper, clocks)
 
 
-def _group_of(mesh: Any, replicas: Any) -> Any:
-    """The group of all ranks of a mesh (and of its replicas), None where no such group exists."""
-    size = mesh.size() * (dist.get_world_size(replicas) if replicas is not None else 1)
-    if size == dist.get_world_size():
-        return dist.group.WORLD
-    return mesh.get_group() if mesh.ndim == 1 and replicas is None else None
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _ranks_on(mesh: Any) -> tuple[int, ...]:
+    """The ranks of this rank's part of a mesh, in order."""
+    return tuple(sorted(mesh.mesh.reshape(-1).tolist()))
+
+
+def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    """All ranks of a mesh and of those that average: each rank of one may have others of its own in the other."""
+    larger, smaller = sorted(({*one}, {*other}), key=len, reverse=True)
+    if smaller <= larger:
+        return tuple(sorted(larger))
+    world = dist.get_world_size()
+    return tuple(range(world)) if len(larger) * len(smaller) == world else None
 
 
 def _flattened_group(model: nn.Module) -> Group | None:
@@ -163,8 +167,8 @@ def _flattened_group(model: nn.Module) -> Group | None:
     group = getattr(found, "process_group", None)
     if not isinstance(group, dist.ProcessGroup):
         return None
-    size = dist.get_world_size(group)
-    return Group(group, "FSDP1", size, float(size), True, None, (group,))
+    ranks = _ranks_of(group)
+    return Group(ranks, "FSDP1", len(ranks), float(len(ranks)), True, None, (group,))
 
 
 def _ddp_of(model: nn.Module) -> Any:
@@ -185,18 +189,6 @@ def _wrapper_of(model: nn.Module, kind: type[nn.Module]) -> Any:
     return None
 
 
-def _fsdp_group(model: nn.Module) -> Any:
-    """The ranks over which FSDP2 averages gradients, None without FSDP2."""
-    states = fsdp_states(model)
-    if not states:
-        return None
-    mesh = states[0].mesh_info.mesh
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    return dist.group.WORLD if mesh.size() == dist.get_world_size() else None
-
-
-def _fsdp_divisor(model: nn.Module, group: Any) -> float:
-    """FSDP2's own division of the summed gradients: the number of ranks unless it was set."""
-    factor = getattr(fsdp_states(model)[0], "gradient_divide_factor", None)
-    return float(factor) if factor else float(dist.get_world_size(group))
+def _fsdp_state(model: nn.Module) -> Any:
+    """What FSDP2 keeps of the parameters on its largest mesh (experts may have one of their own), None without."""
+    return max(fsdp_states(model), key=lambda state: state.mesh_info.mesh.size(), default=None)

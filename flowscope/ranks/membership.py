@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flowscope.faults import LOGGER
+from flowscope.model.plan import display_path
 from flowscope.observation.observation import Observation
 from flowscope.ranks.clock import Clock
 from flowscope.ranks.groups import Group, find_group, several_processes
@@ -130,7 +131,7 @@ class Membership:
     def _look(self) -> None:
         group = find_group(self._model)
         if group is None:
-            self.stay_alone("its parameters lie on a mesh of devices for whose ranks there is no process group")
+            self.stay_alone("who holds its parameters besides this rank is not known: DDP over a part of a larger mesh")
         elif group.size == 1:
             self.group, self.standing = group, Standing.ALONE
         else:
@@ -154,7 +155,7 @@ class Membership:
         store.add(self._place, 1)
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_process_group_store(self.party().process_group)
+        return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
 
     def _join(self) -> None:
         group = self.party()
@@ -186,7 +187,7 @@ class Membership:
 
     def _in_step(self, group: Group) -> bool:
         """Whether something shows that the other ranks make this step too: a wrapper, or a collective in the step."""
-        return bool(group.kind) or sequence_of(group.process_group) > self._sequence >= 0
+        return bool(group.kind) or sequence_of(dist.group.WORLD) > self._sequence >= 0
 
     def stay_alone(self, why: str) -> None:
         """Add up no more, and say why."""
@@ -209,15 +210,15 @@ class Membership:
 
 def layout_of(observation: Observation, schedule: Schedule, group: Group) -> list[Any]:
     """Return what ranks must have in common for their numbers to add up."""
-    config = observation.config.model_dump(mode="json")
+    config, own = observation.config.model_dump(mode="json"), observation.view.own
     plan = [(flow.name, flow.kind, flow.outputs, flow.entry) for flow in observation.view.flows]
     shapes = [
-        # of a flattened parameter each rank holds another number of entries
-        (name, [] if is_flattened(p) else list(p.shape), str(p.dtype))
+        # of a flattened parameter each rank holds another number of entries, of experts perhaps others
+        (name if display_path(name) not in own else "", [] if is_flattened(p) else list(p.shape), str(p.dtype))
         for name, p in observation.model.named_parameters()
     ]
     steps = [bool(schedule(step)) for step in range(SCHEDULE_STEPS)]
     for display in ("console", "images_every", "max_records", "max_alerts"):
         config.pop(display, None)
-    here = [group.size, group.kind, sequence_of(group.process_group)]
+    here = [group.ranks, group.kind, sum(sequence_of(clock) for clock in group.clocks)]
     return [plan, shapes, observation.layout(), steps, config, here]

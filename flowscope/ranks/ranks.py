@@ -112,12 +112,11 @@ class FirstRanks:
         self._of: EndedStep | None = None
         self._values: dict[str, Array] = {}
 
-    def take_out(self, ended: EndedStep, group: Group) -> None:
-        """Take them out of the record of a step whose sum is there."""
+    def take_out(self, ended: EndedStep, *, sharded: bool) -> None:
+        """Take them out of the record of a step whose sum is there; `sharded`: ranks hold parts of the parameters."""
         record, snapshot = ended.record, ended.snapshot
         if record is None or snapshot is None:
             return
-        sharded = group.kind in SHARDED
         keys = [key for key in record.metrics if is_local(key, record, snapshot.local, sharded=sharded)]
         self._values = {key: record.metrics.pop(key) for key in keys}
         if keys:
@@ -425,7 +424,8 @@ class Ranks:
             if observing < group.size:
                 ended.note = f"{observing:.0f} of {group.size} ranks observed this step"
             self._prepare(ended)
-            self._local.take_out(ended, group)
+            sharded = group.kind in SHARDED or bool(self._observation.view.own)
+            self._local.take_out(ended, sharded=sharded)
         return True
 
     # -- replicas ------------------------------------------------------------------------------------------------------
@@ -433,6 +433,8 @@ class Ranks:
     def _replicas(self, ended: EndedStep, device: torch.device) -> list[Part]:
         """Every `desync_every`-th sum: the largest and the least norm of each replicated parameter over the ranks."""
         every, replicated = self._observation.config.desync_every, self._observation.replicated()
+        if replicated is not None and (own := self._observation.view.own):
+            replicated = replicated & [name not in own for name in self._observation.view.parameters.names]
         if replicated is None or not replicated.any() or not every or (self._count.samples - 1) % every:
             return []
         norms = torch.zeros(len(replicated), dtype=wide(device), device=device)
