@@ -182,14 +182,19 @@ def _fx_is_tracing() -> bool:
     return bool(_FX._is_fx_tracing_flag if _FX_FLAG else _FX._get_is_fx_tracing())
 
 
+def exporting() -> bool:
+    """Whether what is compiled is an export."""
+    # torch 2.9 traces the call as True, whatever is being traced
+    return torch.compiler.is_exporting() if HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
+
+
 def no_training_pass() -> bool:
     """Whether the model is only being transformed: torch.func, a jit or fx trace, an export, a run on fake tensors.
 
     There is no gradient of a loss to see, and statistics of such tensors would raise or leak into what is traced.
     """
     if torch.compiler.is_compiling():
-        # torch 2.9 traces the call as True, whatever is being traced
-        return torch.compiler.is_exporting() if HOOKED_INTERMEDIATES else torch.compiler._is_exporting_flag
+        return exporting()
     return (
         _functorch_level() is not None
         or _jit_trace() is not None

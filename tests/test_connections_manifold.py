@@ -107,6 +107,28 @@ def test_only_the_logits_are_kept_for_backward():
     assert sum(kept) > 40 * logits.numel()
 
 
+def test_compiled_it_is_one_operator_and_exported_none():
+    logits = torch.randn(N, N, 5, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.flowscope.sinkhorn, (logits, 3))
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.testing.assert_close(torch.compile(sinkhorn, backend=backend, fullgraph=True)(logits, 3), sinkhorn(logits, 3))
+    assert any("flowscope.sinkhorn" in name for name in targets)
+
+    class Projects(torch.nn.Module):
+        def forward(self, logits):
+            return sinkhorn(logits, 3)
+
+    for strict in (False, True):
+        exported = torch.export.export(Projects(), (logits.detach(),), strict=strict)
+        assert not any("flowscope" in str(node.target) for node in exported.graph.nodes)
+        torch.testing.assert_close(exported.module()(logits.detach()), sinkhorn(logits.detach(), 3))
+
+
 def test_equals_deepseek_v4_in_transformers():
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     eps = 1e-12

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flowscope.merging.connection import ConnectionContext, ModeOptions
 from flowscope.merging.projection import project_normalised
 from flowscope.merging.streams import Coefficients, StreamConnection, StreamOptions
+from flowscope.torch_internals import exporting
 
 _EPS = 1e-20  # the paper's
 _HOT = 0.94  # first read of its own stream; the others share the rest (a uniform read is a saddle: nothing learns)
@@ -46,10 +47,32 @@ def sinkhorn(logits: Tensor, iterations: int = 20) -> Tensor:
 
 
 def _project(logits: Tensor, iterations: int) -> Tensor:
-    """`sinkhorn` on [S, S, ...]."""
+    """`sinkhorn` on [S, S, ...].
+
+    Compiled it is one operator: traced, its 40 half steps a site take most of the compiler's time. An export gets the
+    steps, so that what it writes needs no flowscope.
+    """
+    if torch.compiler.is_compiling() and not exporting():
+        return _operator(logits, iterations)
     rule = _TracedProjection if torch.compiler.is_compiling() else _Projection
     result: Tensor = rule.apply(logits, iterations)  # type: ignore[no-untyped-call]
     return result
+
+
+def _forward(logits: Tensor, iterations: int) -> Tensor:
+    log_m = logits
+    for step in range(2 * iterations):
+        log_m = log_m.log_softmax(step % 2)
+    return log_m.exp_()
+
+
+def _backward(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
+    steps = _iterates(logits, iterations)
+    grad = grad.contiguous() * steps[-1].exp()
+    for step in range(2 * iterations - 1, -1, -1):
+        # log_softmax: dx = dy - softmax * sum(dy)
+        grad = torch.addcmul(grad, steps[step].exp(), grad.sum(step % 2, keepdim=True), value=-1.0)
+    return grad
 
 
 def _iterates(logits: Tensor, iterations: int) -> list[Tensor]:
@@ -66,10 +89,7 @@ class _TracedProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(logits: Tensor, iterations: int) -> Tensor:
-        log_m = logits
-        for step in range(2 * iterations):
-            log_m = log_m.log_softmax(step % 2)
-        return log_m.exp()
+        return _forward(logits, iterations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -80,12 +100,7 @@ class _TracedProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
-        steps = _iterates(logits, ctx.iterations)
-        grad = grad.contiguous() * steps[-1].exp()
-        for step in range(2 * ctx.iterations - 1, -1, -1):
-            # log_softmax: dx = dy - softmax * sum(dy)
-            grad = torch.addcmul(grad, steps[step].exp(), grad.sum(step % 2, keepdim=True), value=-1.0)
-        return grad, None
+        return _backward(grad, logits, ctx.iterations), None
 
 
 class _Projection(_TracedProjection):
@@ -102,6 +117,31 @@ class _Projection(_TracedProjection):
             tangent = tangent - (log_m.exp() * tangent).sum(step % 2, keepdim=True)
         result: Tensor = log_m.exp() * tangent
         return result
+
+
+_operator = torch.library.custom_op(
+    "flowscope::sinkhorn", _forward, mutates_args=(), schema="(Tensor logits, int iterations) -> Tensor"
+)
+_backward_operator = torch.library.custom_op(
+    "flowscope::sinkhorn_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor logits, int iterations) -> Tensor",
+)
+_operator.register_fake(lambda logits, iterations: torch.empty_like(logits))
+_backward_operator.register_fake(lambda grad, logits, iterations: torch.empty_like(logits))
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    logits, ctx.iterations = inputs
+    ctx.save_for_backward(logits)
+
+
+def _of_operator(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _backward_operator(grad, *ctx.saved_tensors, ctx.iterations), None
+
+
+_operator.register_autograd(_of_operator, setup_context=_setup)
 
 
 class ManifoldSite(nn.Module):
