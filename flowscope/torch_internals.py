@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import _symbolic_trace
-from torch.overrides import _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 # -- backward ---------------------------------------------------------------------------------------------------------
 
@@ -237,6 +237,17 @@ def run_uncompiled(code: Any) -> None:
     if hasattr(dynamo, "set_code_exec_strategy"):
         skip = dynamo._FrameAction.SKIP
         dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+
+
+class FunctionMode(TorchFunctionMode):
+    """A function mode whose `__torch_function__` is never compiled on its own.
+
+    Where compiled code breaks off with the mode on the stack, torch 2.13.0 compiles each call of it by itself, and the
+    call may then return another value: a list for `Tensor.device`. Inside a larger compiled frame it is traced as ever.
+    """
+
+    def __init_subclass__(cls) -> None:
+        run_uncompiled(cls.__torch_function__.__code__)
 
 
 def compiler_was_imported() -> bool:

@@ -393,6 +393,29 @@ class Raises(nn.Module):
         raise ValueError("of the user's own")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_where_compiled_code_breaks_off_within_the_model() -> None:
+    """`nn.TransformerEncoder` asks whether a mask is a causal one: what follows runs as plain Python for a while."""
+    torch.compiler.reset()
+    answers, mask = [], nn.Transformer.generate_square_subsequent_mask(T)
+    for watches in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(D, H, D, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        optimizer = torch.optim.SGD(model.parameters())
+        scope = flowscope.watch(model, optimizer, every=1) if watches else None
+        forward = torch.compile(model, backend="eager")
+        for _ in range(2):
+            forward(data(), mask=mask).square().mean().backward()
+            optimizer.step()
+        answers.append(forward(data(), mask=mask))
+        torch.compiler.reset()
+    assert torch.equal(*answers)
+    assert scope is not None
+    assert len(scope.records) == 2
+    scope.close()
+
+
 def test_a_forward_that_raises_leaves_no_mode_behind() -> None:
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,56 +1,72 @@
 """`python -m benchmarks.stacks [NAME...] [--write FILE] [--python PATH]...`: each stack in an environment of its own.
 
-An environment is made in `.stacks/NAME` at its first run: torch first, then flowscope's own needs, then the stack's
-packages. Where one cannot be made, or `--python` names interpreters and none has the packages, the stack is skipped by
-name, with the reason.
+All environments see one below them, `.stacks/base`, with torch and flowscope's own needs; each adds its stack's
+packages, and stacks of the same packages share one. Where an environment cannot be made, or `--python` names
+interpreters and none has the packages, the stack is skipped by name, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from .case import COLUMNS
 from .programs import STACKS
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "torch==2.13.0"
 OWN = ("tensorboard>=2.21", "numpy", "scipy", "pydantic>=2")
-COLUMNS = ("works", "steps", "loss", "gradient", "false alarms")
 BEGIN, END = "<!-- stacks -->", "<!-- end of stacks -->"
 MARK = "STACK "
+PLACE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
-def environment(name: str) -> Path | str:
-    """The interpreter of a stack, or why there is none."""
-    folder = ROOT / ".stacks" / name
+class NotInstalledError(Exception):
+    """An environment cannot be made; says why."""
+
+
+@functools.cache
+def environment(packages: tuple[str, ...] = ()) -> Path:
+    """The interpreter that has torch, flowscope's own needs and these packages; made at its first use."""
+    folder = ROOT / ".stacks" / ("_".join(re.findall(r"[\w-]+", " ".join(packages))) or "base")
     python = folder / "bin" / "python"
-    if (folder / "ready").exists():
-        return python
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", TORCH],
-        [str(python), "-m", "pip", "install", "-q", TORCH, *OWN, *STACKS[name].packages],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-        if done.returncode:
-            return "does not install: " + (done.stderr.strip().splitlines() or ["?"])[-1][:120]
-    (folder / "ready").touch()
+    if not (folder / "ready").exists():
+        below = environment() if packages else None
+        _call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if below else []), str(folder))
+        if below:
+            place, seen = (Path(_call(str(one), "-c", PLACE).strip()) for one in (python, below))
+            (place / "below.pth").write_text(f"{seen}\n")
+        pip = [str(below or python), "-m", "pip", "--python", str(python), "install", "-q", TORCH]
+        if not below:
+            _call(*pip)  # first and alone: resolved together with the rest, it may be replaced by a larger build
+        _call(*pip, *(packages or OWN))
+        (folder / "ready").touch()
     return python
+
+
+def _call(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    if done.returncode:
+        raise NotInstalledError("does not install: " + (done.stderr.strip().splitlines() or ["?"])[-1][:120])
+    return done.stdout
 
 
 def run(name: str, pythons: list[Path]) -> dict[str, str]:
     """A stack's row; {"skipped": reason} without one."""
-    if pythons:
-        found: list[Path | str] = [python for python in pythons if _has(python, name)]
-        python = found[0] if found else "its packages are in none of the interpreters given"
-    else:
-        python = environment(name)
-    if isinstance(python, str):
-        return {"skipped": python}
+    try:
+        python = (
+            next((one for one in pythons if _has(one, name)), None) if pythons else environment(STACKS[name].packages)
+        )
+    except (NotInstalledError, subprocess.TimeoutExpired) as error:
+        return {"skipped": str(error)}
+    if python is None:
+        return {"skipped": "its packages are in none of the interpreters given"}
     surroundings = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}",

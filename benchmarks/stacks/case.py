@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROWS, D, K = 32, 8, 3
 CLOSE = 1e-4
+COLUMNS = ("works", "steps", "loss", "gradient", "false alarms")
 
 
 class Block(nn.Module):
@@ -105,13 +106,14 @@ def judge(scope: Any, seen: Seen) -> dict[str, str]:
     records = scope.records
     given = sum(record.loss is not None for record in records)
     alarms = sorted({alert.kind for alert in scope.alerts if alert.severity != "info"})
-    return {
-        "works": "yes" if records else "no record",
-        "steps": "yes" if len(records) == seen.steps else f"{len(records)} of {seen.steps}",
-        "loss": "yes" if given == len(records) else f"{given} of {len(records)}",
-        "gradient": _gradient(records, seen),
-        "false alarms": ", ".join(alarms) or "none",
-    }
+    found = (
+        "yes" if records else "no record",
+        "yes" if len(records) == seen.steps else f"{len(records)} of {seen.steps}",
+        "yes" if given == len(records) else f"{given} of {len(records)}",
+        _gradient(records, seen),
+        ", ".join(alarms) or "none",
+    )
+    return dict(zip(COLUMNS, found, strict=True))
 
 
 def _gradient(records: list[Any], seen: Seen) -> str:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowscope
 
-from .case import D, K, Seen, batches, data, loss_of, make
+from .case import ROWS, D, K, Seen, batches, data, loss_of, make
 
 LIGHTNING = ("lightning==2.6.6",)
 SB3 = ("stable-baselines3==2.9.2",)
+TRL = ("trl==1.16.0",)
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,38 @@ def lightning_manual(seen: Seen) -> Any:
     return watcher.scope
 
 
+def lightning_cli(seen: Seen) -> Any:
+    import lightning.pytorch as pl
+    from lightning.pytorch.cli import LightningCLI
+
+    kept: list[nn.Module] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(lit(seen, pl))
+            self.inner = kept[0]
+            seen.place = f"inner.{seen.place}"
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            return self.inner.training_step(batch, number)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(*data()), 4)
+
+    watcher = {
+        "class_path": "flowscope.integrations.lightning.FlowscopeCallback",
+        "init_args": {"every": 1, "flows": ["inner.net.blocks"], "config": {"metrics": ["flow", "parameters"]}},
+    }
+    settings = {"max_epochs": 2, "enable_model_summary": False, "callbacks": [watcher], **QUIET}
+    cli = LightningCLI(Module, Data, save_config_callback=None, args={"fit": {"trainer": settings}})
+    return next(found.scope for found in cli.trainer.callbacks if hasattr(found, "scope"))
+
+
 def fabric(seen: Seen) -> Any:
     import lightning as lightning_package
 
@@ -334,6 +368,87 @@ def sentence_transformers(seen: Seen) -> Any:
     return watcher.scope
 
 
+def llama() -> tuple[Any, Any]:
+    """A model of language with its tokenizer, each its smallest."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: at for at, word in enumerate(["[PAD]", "[BOS]", "[EOS]", "[UNK]", *WORDS])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "bos", "eos", "unk")}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), pad_token_id=0, **sizes))
+    return model, PreTrainedTokenizerFast(tokenizer_object=inner, **marks)
+
+
+HUB = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "max_steps": 6}
+
+
+def trl(seen: Seen, method: str) -> Any:
+    import trl as package
+    from datasets import Dataset
+
+    from flowscope.integrations.huggingface import FlowscopeCallback
+
+    model, tokenizer = llama()
+    watcher = FlowscopeCallback(every=1)
+    rows = [f"{a} {b}" for a, b in pairwise(WORDS)]
+    more = {"GRPO": {"num_generations": 4, "max_completion_length": 6}}.get(method, {})
+    arguments = getattr(package, f"{method}Config")(
+        tempfile.mkdtemp(), per_device_train_batch_size=4, bf16=False, gradient_checkpointing=False, **HUB, **more
+    )
+    given = {"processing_class": tokenizer, "callbacks": [watcher]}
+    if method == "GRPO":
+        given["reward_funcs"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+    seen.look(model.model.layers[1], "model.layers.1")
+    columns = {"SFT": {"text": rows}, "GRPO": {"prompt": rows}}[method]
+    getattr(package, f"{method}Trainer")(
+        model, args=arguments, train_dataset=Dataset.from_dict(columns), **given
+    ).train()
+    return watcher.scope
+
+
+def peft(seen: Seen) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    from flowscope.integrations.huggingface import FlowscopeCallback
+
+    model, _ = llama()
+    seen.look(model.model.layers[1], "base_model.model.model.layers.1")
+    watched = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    watcher = FlowscopeCallback(every=1)
+    rows = [{"input_ids": [4 + i, 5 + i, 6 + i], "labels": [4 + i, 5 + i, 6 + i]} for i in range(16)]
+    arguments = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=4, **HUB)
+    Trainer(watched, arguments, train_dataset=rows, callbacks=[watcher]).train()
+    return watcher.scope
+
+
+def diffusers(seen: Seen) -> Any:
+    from accelerate import Accelerator
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    from flowscope.integrations import accelerate as adapter
+
+    torch.manual_seed(0)
+    kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    unet = UNet2DModel(8, 1, 1, block_out_channels=(8, 8), layers_per_block=3, norm_num_groups=4, **kinds)
+    seen.look(unet.down_blocks[0].resnets[1], "down_blocks.0.resnets.1")
+    accelerator, noises = Accelerator(cpu=True), DDPMScheduler(50)
+    unet, optimizer = accelerator.prepare(unet, torch.optim.AdamW(unet.parameters(), 1e-3))
+    with adapter.watch(accelerator, unet, optimizer, every=1) as scope:
+        for _ in range(6):
+            clean, noise, times = torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8), torch.randint(0, 50, (4,))
+            loss = nn.functional.mse_loss(unet(noises.add_noise(clean, noise, times), times).sample, noise)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scope.step(loss=loss)
+    return scope
+
+
 def deepspeed(seen: Seen, stage: int = 1) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"2983{stage}", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     import deepspeed as package
@@ -353,6 +468,50 @@ def deepspeed(seen: Seen, stage: int = 1) -> Any:
 
 
 # -- other trainers
+
+
+def geometric(seen: Seen) -> Any:
+    from torch_geometric.nn import GCN
+
+    torch.manual_seed(0)
+    model = GCN(D, D, 4, K)
+    seen.look(model.convs[1], "convs.1")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    (x, y), edges = data(), torch.randint(0, ROWS, (2, 4 * ROWS))
+    with flowscope.watch(model, optimizer, every=1) as scope:
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(model(x, edges), y)
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    return scope
+
+
+def ray(seen: Seen) -> Any:
+    import ray as package
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer, prepare_model
+
+    def worker() -> None:
+        from stacks.case import Seen, counted, judge
+
+        seen = Seen()
+        with counted(seen):
+            bare = net(seen)
+            model = prepare_model(bare)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            with flowscope.watch(model, optimizer, every=1) as scope:
+                for x, y in batches():
+                    optimizer.zero_grad()
+                    loss = loss_of(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                    scope.step(loss=loss)
+        package.train.report(judge(scope, seen))
+
+    package.init(num_cpus=2, include_dashboard=False)
+    return TorchTrainer(worker, scaling_config=ScalingConfig(num_workers=1)).fit().metrics
 
 
 def ignite(seen: Seen) -> Any:
@@ -483,6 +642,17 @@ def retinanet(seen: Seen) -> Any:
     return vision(seen, model, lambda net: sum(net(images, targets).values()))
 
 
+def timm(seen: Seen) -> Any:
+    import timm as package
+
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    model = package.create_model("vit_tiny_patch16_224", num_classes=K, **sizes)
+    seen.look(model.blocks[1], "blocks.1")
+    x, y = torch.randn(4, 3, 32, 32), torch.randint(0, K, (4,))
+    return vision(seen, model, lambda net: loss_of(net(x), y), steps=6)
+
+
 def segmentation(seen: Seen, name: str) -> Any:
     import segmentation_models_pytorch as smp
 
@@ -508,6 +678,9 @@ STACKS = {
         part(lightning, accumulate_grad_batches=2, gradient_clip_val=0.5), "callback", LIGHTNING, ("lightning",)
     ),
     "Lightning, manual optimization": Stack(lightning_manual, "callback", LIGHTNING, ("lightning",)),
+    "LightningCLI": Stack(
+        lightning_cli, "callback in the config", (*LIGHTNING, "jsonargparse[signatures]"), ("lightning", "jsonargparse")
+    ),
     "pytorch_lightning": Stack(
         part(lightning, package="pytorch_lightning"), "callback", ("pytorch-lightning",), ("pytorch_lightning",)
     ),
@@ -518,8 +691,14 @@ STACKS = {
     "sentence-transformers": Stack(
         sentence_transformers, "callback", ("sentence-transformers[train]",), ("sentence_transformers", "datasets")
     ),
+    "TRL SFT": Stack(part(trl, method="SFT"), "callback", TRL, ("trl", "datasets")),
+    "TRL GRPO": Stack(part(trl, method="GRPO"), "callback", TRL, ("trl", "datasets")),
+    "PEFT, LoRA in transformers' Trainer": Stack(peft, "callback", ("peft", "transformers[torch]"), ("peft",)),
+    "diffusers, accelerate": Stack(diffusers, "adapter", ("diffusers", "accelerate"), ("diffusers", "accelerate")),
     "DeepSpeed ZeRO 1": Stack(deepspeed, "watch", ("deepspeed",), ("deepspeed",)),
     "DeepSpeed ZeRO 3": Stack(part(deepspeed, stage=3), "watch", ("deepspeed",), ("deepspeed",)),
+    "PyTorch Geometric": Stack(geometric, "watch", ("torch-geometric",), ("torch_geometric",)),
+    "Ray Train": Stack(ray, "watch in the worker", ("ray[train]",), ("ray",)),
     "Ignite": Stack(ignite, "adapter", ("pytorch-ignite",), ("ignite",)),
     "MONAI": Stack(monai, "handler", ("monai", "pytorch-ignite"), ("monai", "ignite")),
     "skorch": Stack(skorch, "callback", ("skorch",), ("skorch",)),
@@ -535,6 +714,7 @@ STACKS = {
         }.items()
     },
     "torchvision RetinaNet": Stack(retinanet, "watch", ("torchvision",), ("torchvision",)),
+    "timm ViT": Stack(timm, "watch", ("timm",), ("timm",)),
     "segmentation_models_pytorch FPN": Stack(part(segmentation, name="FPN"), "watch", SMP, VISION),
     "segmentation_models_pytorch Unet": Stack(part(segmentation, name="Unet"), "watch", SMP, VISION),
 }  # fmt: skip

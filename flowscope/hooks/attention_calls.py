@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowscope.faults import Faults
 from flowscope.model.hidden_state import is_compiling
 from flowscope.sums.attention_rows import OFF, Product, heads_last, masked, product_logits, strides
-from flowscope.torch_internals import newest_mode
+from flowscope.torch_internals import FunctionMode, newest_mode
 
 LARGE = 1 << 24
 """Of keys with more entries than this, those of one sample only."""
@@ -211,7 +210,7 @@ def head_count(module: nn.Module) -> int:
     return 0
 
 
-class Looking(TorchFunctionMode):
+class Looking(FunctionMode):
     """Shows the calls of torch functions made while it is on the stack, and changes none of them.
 
     Args:

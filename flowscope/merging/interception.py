@@ -16,13 +16,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.merging.connection import Connection, State
 from flowscope.model.tracing import ADDS as TENSOR_ADDS
 from flowscope.model.tracing import CASTS, INSIDE, SiteRule, adds_nothing, version
-from flowscope.torch_internals import newest_mode, without_newest_mode
+from flowscope.torch_internals import FunctionMode, newest_mode, without_newest_mode
 
 ADDS = TENSOR_ADDS | {operator.add, operator.iadd}
 """A strict export shows `x + f` as the operator itself."""
@@ -173,7 +172,7 @@ def refuse_reentrant(path: str) -> None:
     )
 
 
-class SiteMode(TorchFunctionMode):
+class SiteMode(FunctionMode):
     """Answers the adds of the carries of one block's call by their number among the adds that the block's code does."""
 
     def __init__(self, calls: list[BlockCall]) -> None:

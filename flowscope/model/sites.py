@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import FlowscopeError
 from flowscope.model.example_inputs import (
@@ -35,6 +34,7 @@ from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import Listing, display_path
 from flowscope.model.survey import further_blocks, holds, who_adds
 from flowscope.model.tracing import INSIDE, TracedBlock, TracedSite, Traces, trace_block, unwrappable
+from flowscope.torch_internals import FunctionMode
 
 ROUNDS = 4
 """So often the search for blocks goes on to the modules around those that add."""
@@ -299,7 +299,7 @@ def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
     return {path: flow for path, flow in found.items() if not path.startswith(inside)}
 
 
-class OutsideUse(TorchFunctionMode):
+class OutsideUse(FunctionMode):
     """Notes which tensors are used while no block runs."""
 
     def __init__(self, seen: dict[int, Tensor]) -> None:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowscope.model.nested import nested_tensors
+from flowscope.torch_internals import FunctionMode
 
 ADDS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_})
 JOINS = frozenset({"addcmul", "addcmul_", "addmm", "baddbmm", "lerp", "lerp_"})
@@ -257,7 +257,7 @@ class Meetings:
         return not own & ~self.nodes.scaling & ~self.nodes.rearranging
 
 
-class BlockTrace(TorchFunctionMode):
+class BlockTrace(FunctionMode):
     """Records the operations of one call of `block`; a `Reading` turns them into a `TracedBlock`."""
 
     def __init__(

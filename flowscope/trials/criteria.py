@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from flowscope.torch_internals import FunctionMode
 from flowscope.trials.bench import Bench
 
 CLASSES = "classes"
@@ -95,7 +95,7 @@ class Widened:
     right: tuple[int, ...]
 
 
-class Listener(TorchFunctionMode):
+class Listener(FunctionMode):
     """Hears each function of torch while it is entered: `heard(function, args, kwargs, result)`."""
 
     def __init__(self, heard: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:

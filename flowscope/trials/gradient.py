@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import CannotJudgeError
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import display_path
+from flowscope.torch_internals import FunctionMode
 from flowscope.trials.bench import Bench, map_batch
 from flowscope.trials.trial import Trial, TrialFinding
 
@@ -212,7 +212,7 @@ UNSTEADY = 1e-3
 _NARROWING = frozenset({"float", "half", "bfloat16"})
 
 
-class _Wide(TorchFunctionMode):
+class _Wide(FunctionMode):
     """Whoever asks for a narrower floating-point kind (`x.float()`, `dtype=torch.float32`) is given fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flowscope.errors import CannotJudgeError
 from flowscope.model.example_inputs import evaluating, modes
 from flowscope.model.plan import display_path
+from flowscope.torch_internals import FunctionMode
 from flowscope.trials.averages import shortened
 from flowscope.trials.bench import Bench, Call, Seen
 from flowscope.trials.criteria import Listener
@@ -31,7 +31,7 @@ SURE = 6.0
 """Standard errors that it must be off."""
 
 
-class _NoDropout(TorchFunctionMode):
+class _NoDropout(FunctionMode):
     """Dropout called as a function does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Dropping(TorchFunctionMode):
+class _Dropping(FunctionMode):
     """Calls `told()` at each dropout that drops: as a function, or within attention."""
 
     def __init__(self, told: Callable[[], object]) -> None:
