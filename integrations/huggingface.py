@@ -17,6 +17,7 @@ from flowscope.integrations.model_loss import ModelLoss
 from flowscope.integrations.trainer import TrainerWatch, module_in
 from flowscope.integrations.tried_steps import TriedSteps, own_loss
 from flowscope.records import Alert
+from flowscope.steps.optimizers import innermost
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -177,7 +178,7 @@ class FlowscopeCallback(TrainerWatch, TrainerCallback, ExportableState):
 
 def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
     """The optimizer itself, without what accelerate puts around it; none where it is none of torch's."""
-    inner = getattr(given, "optimizer", given)
+    inner = innermost(given)
     return [inner] if isinstance(inner, torch.optim.Optimizer) else []
 
 

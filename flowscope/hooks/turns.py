@@ -38,10 +38,10 @@ class Turns:
         self.foreign += 1
         self.others.add(optimizer)
 
-    def begins(self, optimizer: Any) -> None:
-        """One of the model's optimizers is about to step."""
-        self._steps[optimizer] = self.of(optimizer) + 1
-        self.now[id(optimizer)] += 1
+    def begins(self, optimizer: Any, *, goes_on: bool = False) -> None:
+        """One of the model's optimizers is about to step, or `goes_on` with further groups of its step before."""
+        self._steps[optimizer] = self.of(optimizer) + (not goes_on)
+        self.now[id(optimizer)] += not goes_on
         self.heard(optimizer, True)
 
     def ended(self, optimizer: Any) -> None:

@@ -24,9 +24,10 @@ from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.instruments.parameter_table import ParameterTable, Row, owned_by
 from flowscope.instruments.raw_gradients import RawGradients, entries
 from flowscope.instruments.weight_samples import WeightSamples
-from flowscope.instruments.wiring import held_by, steps_as_copy
+from flowscope.instruments.wiring import held_by
 from flowscope.metrics import Metric
 from flowscope.model.view import ModelView
+from flowscope.model.zero import is_elsewhere, steps_as_copy
 from flowscope.record_builder import RecordBuilder
 from flowscope.records import few
 from flowscope.sums.payload import Part, Sharing, local
@@ -287,12 +288,15 @@ class Parameters(Instrument):
 
     def _hide_copies(self, metrics: dict[str, Array], out: RecordBuilder) -> None:
         """What is written back after the optimizer's step shows no update in it: that is not zero."""
-        copied = np.array([p is not None and steps_as_copy(p) for p in self._parameters.current()], dtype=bool)
+        now = self._parameters.current()
+        copied = np.array([p is not None and steps_as_copy(p) for p in now], dtype=bool)
         if copied.any():
             out.note(COPIES)
-            for name in ("update_ratio", "param_unchanged", "param_still"):
+            elsewhere = np.array([is_elsewhere(p) for p in now], dtype=bool)
+            hidden = dict.fromkeys(("update_ratio", "update_rms", "param_unchanged", "param_still"), copied)
+            for name, those in (hidden | {"param_norm": elsewhere}).items():
                 if name in metrics:
-                    metrics[name] = np.where(copied[: len(metrics[name])], np.nan, metrics[name])
+                    metrics[name] = np.where(those[: len(metrics[name])], np.nan, metrics[name])
 
 
 def local_gradient(parameter: Tensor) -> Tensor:

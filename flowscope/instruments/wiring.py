@@ -15,6 +15,7 @@ from flowscope.instruments.instrument import Array, Instrument, Taken
 from flowscope.metrics import Metric
 from flowscope.model.parameters import ParameterList
 from flowscope.model.view import ModelView
+from flowscope.model.zero import steps_as_copy
 from flowscope.record_builder import RecordBuilder
 
 _parameter = partial(Metric, view="Parameters", rows="parameters")
@@ -88,11 +89,6 @@ def learning_rates(parameters: ParameterList, optimizers: Sequence[Any]) -> Arra
         for group in optimizer.param_groups:
             rates.update(dict.fromkeys(map(id, group["params"]), _rate(group.get("lr"))))
     return np.array([np.nan if p is None else rates.get(id(p), np.nan) for p in parameters.current()])
-
-
-def steps_as_copy(parameter: Tensor) -> bool:
-    """Whether DeepSpeed's ZeRO steps a flat copy of a parameter (stages 1 and 2), or keeps it in parts (stage 3)."""
-    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
 def held_by(optimizer: Any) -> set[int]:

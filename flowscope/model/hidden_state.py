@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flowscope.model.nested import nested_tensors
 from flowscope.model.structure import attribute
+from flowscope.model.zero import whole_shape
 from flowscope.torch_internals import sequence_number
 
 HIDDEN_NAMES = ("hidden_states", "x", "input", "src", "tgt", "inputs_embeds", "hidden_state", "inputs")
@@ -95,7 +96,7 @@ class AxisReader:
                 time_first = time_first or not child.batch_first
             elif "norm" in type(child).__name__.lower():
                 weight = attribute(child, "weight")
-                features |= {int(weight.shape[-1])} if isinstance(weight, Tensor) and weight.dim() else set()
+                features |= {*whole_shape(weight)[-1:]} if isinstance(weight, Tensor) else set()
         return cls(frozenset(channels), frozenset(features), time_first)
 
     def read(self, x: Tensor) -> tuple[Tensor, int, bool]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowscope.model.structure import Named, attribute, join, whole_number
+from flowscope.model.zero import whole_shape
 from flowscope.torch_internals import world_size
 
 _EXPERTS = re.compile(r"(^|_)experts$", re.IGNORECASE)
@@ -129,7 +130,7 @@ def _outputs(module: nn.Module) -> int | None:
     if weight is None:
         linear = next((child for child in module.modules() if isinstance(child, nn.Linear)), None)
         weight = None if linear is None else linear.weight
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    return int(whole_shape(weight)[0]) if isinstance(weight, Tensor) and len(whole_shape(weight)) == 2 else None
 
 
 def _config(module: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import re
 from collections import Counter
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from flowscope.model.zero import whole_shape
 
 Named = tuple[str, nn.Module]
 
@@ -81,7 +84,7 @@ def unwrapped(path: str, module: nn.Module) -> Named:
 
 def size(module: nn.Module) -> int:
     """Number of parameter elements; 0 for lazy parameters, 1 for each that is not a tensor of known shape."""
-    return sum(0 if isinstance(p, UninitializedParameter) else p.numel() for p in module.parameters())
+    return sum(0 if isinstance(p, UninitializedParameter) else math.prod(whole_shape(p)) for p in module.parameters())
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -92,7 +95,7 @@ def has_parameters(module: nn.Module) -> bool:
 def signature(module: nn.Module) -> tuple[object, ...]:
     """Names and shapes of all parameters: equal for blocks that differ only in values."""
     return tuple(
-        (name, None if isinstance(p, UninitializedParameter) else tuple(p.shape))
+        (name, None if isinstance(p, UninitializedParameter) else whole_shape(p))
         for name, p in module.named_parameters(remove_duplicate=False)
     )
 
@@ -233,7 +236,7 @@ def is_step(module: nn.Module) -> bool:
         or isinstance(inner, CONTAINERS)
     ):
         return False
-    return any(isinstance(p, UninitializedParameter) or p.dim() >= 2 for p in inner.parameters())
+    return any(isinstance(p, UninitializedParameter) or len(whole_shape(p)) >= 2 for p in inner.parameters())
 
 
 def steps_inside(module: nn.Module) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowscope.hooks.hooks import Switch
 from flowscope.instruments.raw_gradients import spread
 from flowscope.model.parameters import ParameterList
+from flowscope.model.zero import steps_as_copy
 
 
 class Passes:
@@ -104,8 +105,8 @@ class Passes:
             # weights that torch.func.functional_call has put in place for this forward
             held_now = [p for _, p in self._some]
         trainable = [p for p in held_now if p.requires_grad and p.is_leaf]
-        if not trainable or hasattr(trainable[0], "to_local"):  # FSDP keeps unreduced gradients elsewhere
-            return False
+        if not trainable or hasattr(trainable[0], "to_local") or steps_as_copy(trainable[0]):
+            return False  # FSDP keeps unreduced gradients elsewhere, and so does ZeRO
         held = [(i, p.grad) for i, p in enumerate(trainable) if p.grad is not None]
         if held and not all(gradient.is_cpu and gradient.layout == torch.strided for _, gradient in held):
             return False

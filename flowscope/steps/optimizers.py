@@ -20,6 +20,7 @@ from flowscope.faults import LOGGER
 from flowscope.hooks.hooks import Hooks
 from flowscope.hooks.steps_of_all import Listener
 from flowscope.instruments.wiring import held_by
+from flowscope.model.zero import optimizer_of
 from flowscope.steps.marks import Marks
 from flowscope.steps.phase import Action, Actions, Event
 from flowscope.torch_internals import (
@@ -47,10 +48,12 @@ class OwnOptimizers:
     """
 
     def __init__(self, model: nn.Module, given: Any, marks: Marks) -> None:
-        self.known: list[Optimizer] = _as_list(given)
+        self.known: list[Optimizer] = _as_list(_held_by_engine(model) if given is None else given)
         self.given = bool(self.known)
         self.marks = marks
         self._model = model
+        self._stepped: set[int] = set()
+        """Of the optimizer whose step ends the training step, the first parameter of each group that has stepped."""
         self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def knows(self, optimizer: Optimizer) -> bool:
@@ -63,9 +66,9 @@ class OwnOptimizers:
             return True
         held = held_by(optimizer)
         if not self.given:
-            return self._holds(held)
+            return self._holds(optimizer)
         # one made anew for the same parameters; inside a known one's step it is a part of that (SAM, Lookahead)
-        return not inside and (any(held & held_by(known) for known in self.known) or self._takes_over(held))
+        return not inside and (any(held & held_by(known) for known in self.known) or self._takes_over(optimizer))
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Add an optimizer unknown so far; one made anew for the same parameters takes the older one's place.
@@ -77,7 +80,7 @@ class OwnOptimizers:
             return
         held = held_by(optimizer)
         shared = [i for i, known in enumerate(self.known) if held & held_by(known)]
-        older = shared or [i for i, known in enumerate(self.known) if not self._holds(held_by(known))]
+        older = shared or [i for i, known in enumerate(self.known) if not self._holds(known)]
         for i in older:
             self._replaced.add(self.known[i])
         if older and self.given:
@@ -93,12 +96,20 @@ class OwnOptimizers:
         """Its step ends the training step."""
         self.known = [*(known for known in self.known if known is not optimizer), optimizer]
 
-    def _holds(self, held: set[int]) -> bool:
+    def goes_on(self, optimizer: Optimizer) -> bool:
+        """Whether its step is one of groups that its last steps left out (DeepSpeed's ZeRO steps each by itself)."""
+        groups = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
+        further = bool(self._stepped) and self._stepped.isdisjoint(groups)
+        self._stepped = self._stepped | groups if further else groups
+        return further
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        held = held_by(optimizer)
         return any(id(p) in held for p in self._model.parameters())
 
-    def _takes_over(self, held: set[int]) -> bool:
+    def _takes_over(self, optimizer: Optimizer) -> bool:
         """Whether it holds the model's parameters, which were replaced since: the known ones hold none of them now."""
-        return self._holds(held) and not any(self._holds(held_by(known)) for known in self.known)
+        return self._holds(optimizer) and not any(self._holds(known) for known in self.known)
 
     def last(self, optimizer: Optimizer) -> bool:
         """Whether its step ends the training step."""
@@ -144,10 +155,11 @@ class OptimizerClock:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._owned(optimizer):
             return
-        if not self._own.knows(optimizer):
+        if new := not self._own.knows(optimizer):
             self._own.take_in(optimizer)
-            # a second optimizer right after the first (Muon + AdamW) belongs to the step that just ended
-            self._joining = optimizer if Action.JOIN in self._tell(Event.FOUND, optimizer) else None
+            self._join(optimizer)
+        elif self._own.last(optimizer) and self._stepping is None and self._own.goes_on(optimizer):
+            self._join(optimizer)
         if not self._turns.of(optimizer):
             self._place(optimizer)
         if self._stepping is optimizer:
@@ -157,12 +169,19 @@ class OptimizerClock:
             self._nested = 0  # the call before this one did not end: it raised
             self._tell(Event.FAILED, optimizer)
         self._stepping = optimizer
-        self._turns.begins(optimizer)
+        self._turns.begins(optimizer, goes_on=optimizer is self._joining and not new)
         if self._inside is not None and self._inside[0] != backward_under_way() and not in_reentrant_checkpoint():
             self._inside = None  # that backward did not end: it raised
             self._tell(Event.FAILED, optimizer)
         if optimizer is not self._joining:
             self._tell(Event.BEFORE_CLOSURE if _has_closure(optimizer, args, kwargs) else Event.BEFORE, optimizer)
+
+    def _join(self, optimizer: Optimizer) -> None:
+        """What steps right after the last one, before the model runs again, belongs to the step that just ended.
+
+        A second optimizer (Muon + AdamW), say.
+        """
+        self._joining = optimizer if Action.JOIN in self._tell(Event.FOUND, optimizer) else None
 
     def _place(self, optimizer: Optimizer) -> None:
         """An optimizer steps for the first time: its place in the order follows from what has stepped before it.
@@ -222,15 +241,25 @@ def _has_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return callable(given[0] if given else kwargs.get("closure"))
 
 
+def _held_by_engine(model: nn.Module) -> Optimizer | None:
+    optimizer = innermost(optimizer_of(model))
+    return optimizer if isinstance(optimizer, Optimizer) else None
+
+
+def innermost(optimizer: Any) -> Any:
+    """What steps inside of what trainers put around optimizers (accelerate, Lightning, DeepSpeed, one in another)."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) or hasattr(inner, "param_groups"):
+        optimizer = inner
+    return optimizer
+
+
 def _as_list(given: Any) -> list[Optimizer]:
     if given is None:
         return []
     found: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
     out = []
     for item in found:
-        # trainers wrap optimizers (accelerate, Lightning): the inner one is what steps
-        inner = getattr(item, "optimizer", None)
-        optimizer = inner if isinstance(inner, Optimizer) else item
+        optimizer = innermost(item)
         if not isinstance(optimizer, Optimizer):
             raise FlowscopeError(
                 f"watch(optimizer=...): got {type(item).__name__}, expected a torch.optim.Optimizer or a list of them "
