@@ -161,7 +161,8 @@ def test_a_wrapped_run_is_compared_by_what_is_inside_of_its_blocks(record: Calla
     record("good/rounding", plain, config={"nudge": True})
     same = flowscope.bisect(good, record("wrapped", plain, Wrapped))
     assert (same.step, same.phase) == (None, None), same
-    assert any(line.startswith("connections put in by wrap: none -> ") for line in same.differs)
+    (wrapped,) = (line for line in same.differs if line.startswith("connections put in by wrap: none -> "))
+    assert " -> dhc (options HyperOptions(streams=4, " in wrapped
     bad = record("bad", replace(plain, fault="mask lost", at=2, since=1), Wrapped)
     found = flowscope.bisect(good, bad)
     assert (found.step, found.phase, found.where) == (1, "forward", "blocks.2.attention"), found

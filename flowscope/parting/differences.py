@@ -58,8 +58,12 @@ def _changed(what: str, before: Any, now: Any) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, list):
         return few([str(item) for item in value]) or "none"
-    text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    text = ", ".join(f"{k} {_inner(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
     return (text if len(text) <= 120 else text[:117] + "...") if value not in (None, "", {}) else "none"
+
+
+def _inner(value: Any) -> str:
+    return f"({_short(value)})" if isinstance(value, dict) else str(value)
 
 
 def _entries(prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -42,7 +42,7 @@ export function differing(runs) {
   const told = runs.filter((run) => run.differs?.length > 0);
   if (!told.length) return [];
   const lines = (run) => [el("p", {}, el("b", {}, run.name)), el("ul", {}, ...run.differs.map((line) => el("li", {}, line)))];
-  return [el("section", { class: "differs" }, el("h2", {}, "What differs"), ...told.flatMap(lines))];
+  return [el("details", { class: "differs" }, el("summary", {}, "What is set up differently"), ...told.flatMap(lines))];
 }
 
 /** One line an alert; a click calls `onAlert(run, alert)`. */
