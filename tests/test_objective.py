@@ -50,6 +50,10 @@ def entropy(model: nn.Module) -> Tensor:
     return functional.cross_entropy(model(X), LABELS)
 
 
+def pixels(model: nn.Module) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(model(X), torch.zeros(B, C), reduction="none")
+
+
 def binary(model: nn.Module) -> Tensor:
     return functional.binary_cross_entropy_with_logits(model(X)[:, 0], LABELS.clamp(max=1).float())
 
@@ -67,6 +71,9 @@ def binary(model: nn.Module) -> Tensor:
         (lambda: net(C), lambda m: functional.cross_entropy(m(X), LABELS, reduction="none").mean(), C),
         # what guessing costs is log C times the terms of the sum
         (lambda: net(C), lambda m: functional.cross_entropy(m(X), LABELS, reduction="sum"), None),
+        (lambda: net(C), lambda m: pixels(m).sum(1).mean(), None),
+        (lambda: net(C), lambda m: (pixels(m).sum(1) / C).mean(), 2),
+        (lambda: net(C), lambda m: pixels(m).sum() / X.numel(), 2),
         (lambda: net(C), lambda m: entropy(m) + functional.cross_entropy(m(OTHER), LABELS), None),  # levels add up
     ],
 )

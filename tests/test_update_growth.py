@@ -49,7 +49,7 @@ def test_layers_are_blocks_and_what_lies_beside_them():
     assert rows.tolist() == [0, 1, 1, 2, 3]
 
 
-def course(grown: float, gradient: float = 0.4, start: int = 70, steps: int = 130, rate: float = 0.1):
+def course(grown: float, gradient: float = 0.4, start: int = 70, steps: int = 130, rate: float = 0.1, losses=None):
     """Records whose second block's updates grow within ten records, beside a gradient that may grow too."""
     random = np.random.default_rng(1)
     for step in range(steps):
@@ -59,7 +59,10 @@ def course(grown: float, gradient: float = 0.4, start: int = 70, steps: int = 13
         ratio[3] *= grown**done
         norms[3] *= (gradient / 0.4) ** done
         known = {"param_trainable": [1] * 5, "param_optimized": [1] * 5, "param_lr": [rate] * 5}
-        yield record(step, param_norm=[10.0] * 5, param_grad_norm=norms, update_ratio=ratio * rate / 0.1, **known)
+        told = {} if losses is None else {"loss": losses(step)}
+        yield record(
+            step, **told, param_norm=[10.0] * 5, param_grad_norm=norms, update_ratio=ratio * rate / 0.1, **known
+        )
 
 
 def alerts_of(records) -> list[Alert]:
@@ -80,6 +83,7 @@ def test_growth_names_the_layer_and_its_factor():
         course(1.7),  # less than twofold
         course(4.0, gradient=1.6),  # the gradient grows as much: others tell
         course(4.0, start=40, steps=60),  # too short to know
+        course(4.0, losses=lambda step: 1.0 if step < 70 else 1.5),  # a new task
         (one for rate in (0.1,) for one in [*course(1.0, steps=70), *course(1.0, steps=60, rate=1.0)]),  # the rate rose
     ],
 )

@@ -28,7 +28,14 @@ class Net(nn.Module):
         return self.head(self.trunk(x) + self.token)
 
 
-def alerts(side: nn.Module, loss_of: Loss, steps: int = STEPS, decay: float = 0.0) -> list[tuple[str, str, int]]:
+def alerts(
+    side: nn.Module,
+    loss_of: Loss,
+    steps: int = STEPS,
+    decay: float = 0.0,
+    told: list[flowscope.Alert] | None = None,
+) -> list[tuple[str, str, int]]:
+    """What is more than a note; all of them go into `told`."""
     torch.manual_seed(0)
     model = Net(side)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=decay)
@@ -41,6 +48,8 @@ def alerts(side: nn.Module, loss_of: Loss, steps: int = STEPS, decay: float = 0.
             optimizer.step()
             scope.step(loss=loss)
     assert not scope._faults.failed
+    if told is not None:
+        told += scope.alerts
     return [(a.kind, a.where, a.step) for a in scope.alerts if a.severity != "info"]
 
 
@@ -107,14 +116,21 @@ def forgotten(model: Net, step: int, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("loss_of", "side", "place", "step"),
-    [(masked, "small", "side", 9), (cut, "large", "side.0", 9), (forgotten, "small", "side", 99)],
+    [(masked, "small", "side", 9), (cut, "large", "side.0", 9), (forgotten, "large", "side.0", 99)],
 )
 def test_zeros_that_are_not_meant_are_told(loss_of: Loss, side: str, place: str, step: int, decay: float) -> None:
     assert alerts(SIDES[side](), loss_of, steps=step + 3, decay=decay) == [("no_gradient", place, step)]
 
 
+def test_a_term_that_is_switched_off_for_good_is_a_note() -> None:
+    told: list[flowscope.Alert] = []
+    assert alerts(SIDES["small"](), forgotten, steps=103, told=told) == []
+    assert [(a.kind, a.severity, a.where, a.step) for a in told] == [("no_gradient", "info", "side", 9)]
+    assert "switched on later" in told[0].advice
+
+
 @pytest.mark.parametrize("begins", [30, 1000])
-def test_a_discriminator_that_joins_late_is_silent_for_a_hundred_records(begins: int) -> None:
+def test_a_discriminator_that_joins_late_is_silent(begins: int) -> None:
     torch.manual_seed(0)
     nets = nn.ModuleDict({"g": nn.Linear(4, 6), "d": nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))})
     of_g, of_d = (torch.optim.Adam(nets[name].parameters(), 1e-3) for name in ("g", "d"))
@@ -155,6 +171,11 @@ def test_how_a_loss_leads_to_its_leaves() -> None:
     assert led(a.sum() + two * b.relu().sum(), b) == ("b", "", False)
     assert led(a.sum() + two * (b * none.expand(3)).sum(), b) == ("b", "", False)
     assert led(a.sum() + none * (b.relu() + c).sum(), b, c) == ("", "bc", False)
+    # several losses in one tensor
+    weights = torch.tensor([1.0, 0.0])
+    for stacked in (torch.dot(torch.stack([a.sum(), b.sum()]), weights), (torch.stack([a.sum(), b.sum()]) * two).sum()):
+        assert led(stacked, b) == ("", "b", False)
+    assert led(torch.dot(torch.stack([a.sum(), b.relu().sum()]), weights), b) == ("b", "", False)
     # the whole loss
     assert led(-(none * b.relu().sum()) / 2, b) == ("", "b", False)
     # a term without graph, and a number that is none

@@ -17,7 +17,9 @@ Axis letters: P parameters, L layers, K records.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from flowscope.config import WatchConfig
 from flowscope.detectors.detector import Array, Detector, Finding
+from flowscope.detectors.losses import losses_of
 from flowscope.detectors.rates import Updates, updates_of
 from flowscope.detectors.rows import ancestors, labels_of, module_of
 from flowscope.records import Record, RunHeader
@@ -70,7 +73,16 @@ class UpdateGrowth(Detector):
         "written), lower the rate or the second beta, clip updates"
     )
     # the courses [K, L] of the layers' updates over their rate, of their gradients and of their rates
-    begins_with: ClassVar[dict[str, Any]] = {"updates": None, "gradients": None, "rates": None, "course": {}, "seen": 0}
+    begins_with: ClassVar[dict[str, Any]] = {
+        "updates": None,
+        "gradients": None,
+        "rates": None,
+        "course": {},
+        "seen": 0,
+        # the losses, one a record, and for how many records more they have a reason
+        "losses": deque(maxlen=WINDOW + GAP + LAST),
+        "reason": 0,
+    }
 
     def __init__(self, config: WatchConfig | None = None) -> None:
         super().__init__(config)
@@ -84,9 +96,10 @@ class UpdateGrowth(Detector):
             yield self.unseen()
             return
         self.state["seen"] += 1
+        self._look_at_losses(record)
         growth = self._growth(updates, record.metrics["param_grad_norm"], rows, len(names))
         found = np.flatnonzero(growth >= TWOFOLD)
-        if not found.size:
+        if not found.size or self.state["reason"] > 0:
             return
         first, value = names[found[0]], growth[found[0]]
         chance = chance_of(len(names), self.state["seen"])
@@ -96,6 +109,14 @@ class UpdateGrowth(Detector):
             f"{len(names)} layers; where nothing happens, {chance:.1g} of runs show it): gradient and loss may follow"
         )
         yield self.found(first, value, TWOFOLD, message, immediate=True)
+
+    def _look_at_losses(self, record: Record) -> None:
+        """A loss that has outgrown its past before: a new task or term of it, or what other detectors tell of."""
+        if (losses := losses_of(record)).size:
+            self.state["losses"].append(median(losses.tolist()))
+        course = list(self.state["losses"])
+        risen = len(course) == WINDOW + GAP + LAST and min(course[-LAST:]) > max(course[:WINDOW])
+        self.state["reason"] = WINDOW if risen else max(0, self.state["reason"] - 1)
 
     def _growth(self, updates: Updates, gradient: Array, rows: NDArray[np.intp], layers: int) -> Array:
         """The factor [L] by which updates have outgrown their past; 0 where the gradient has too, or the rate changed.

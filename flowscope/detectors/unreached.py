@@ -21,6 +21,10 @@ TURNS = 10
 """Where parameters of one optimizer take turns, one waits so many times as long for its first."""
 
 LOST = "put zero_grad() before backward() or behind optimizer.step(), and look for p.grad = None between the two"
+SWITCHED = (
+    "nothing, if its term of the loss is switched on later; a weight of 0 for good is cheaper left out, with the "
+    "parameters"
+)
 IN_PART = ("never", "zeros", "decay")
 CAUSES = {
     "lost": ("backward left gradients, and the optimizer found none: they were cleared in between", LOST),
@@ -135,63 +139,76 @@ class Unreached(Detector):
             cause="never",
         )
 
-    def _long(self, held: Held) -> Flags:
-        """What has had nothing but zeros for long enough: a start from zero (LoRA, ReZero) has left it by then.
+    def _meant(self, held: Held, zeros: Flags) -> Flags:
+        """Which of those with zeros only are in terms that the loss multiplies by 0: switched off, or on later.
 
-        A term that the loss multiplies by 0 may be switched on later. Not where half of the parameters wait for it
-        beside a term that no path joins to the model: then it is the cut that counts.
+        Not where half of the parameters wait for it beside a term that no path joins to the model: then it is the cut
+        that counts. And where they are more than half nobody waits for them for ever.
         """
-        zero = self.state["zero"]
-        early = zero >= NEVER_STEPS * (TURNS if self.state["turns"] else 1)
-        cut = early & (held.weighted > 1)
-        meant = (held.weighted > 0) & ~(cut & (2 * int(cut.sum()) >= int(held.held.sum())))
-        long: Flags = early & (~meant | (zero >= NEVER_STEPS * TURNS))
+        most = 2 * int(zeros.sum()) > int(held.held.sum())
+        cut = zeros & (held.weighted > 1)
+        waited = most & (self.state["zero"] >= NEVER_STEPS * TURNS)
+        meant: Flags = zeros & (held.weighted > 0) & ~waited
+        return meant & ~cut if 2 * int(cut.sum()) >= int(held.held.sum()) else meant
+
+    def _long(self, held: Held) -> Flags:
+        """What has had nothing but zeros for long enough: a start from zero (LoRA, ReZero) has left it by then."""
+        limit = NEVER_STEPS * (TURNS if self.state["turns"] else 1)
+        long: Flags = held.turn & (self.state["zero"] >= limit)
         return long
 
     def _zeros(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
         """Parameters whose gradient is there, and exactly 0 from the start on, while others learn."""
-        zeros = held.turn & held.still & self._long(held)
+        zeros = self._long(held) & held.still
         if zeros.any():  # a bias alone may cancel out (a loss of differences)
             owners = np.array([module_of(parameter_name(record, header, row)) for row in range(zeros.size)])
             zeros &= ~np.isin(owners, owners[held.held & ~zeros])
         if not zeros.any():
             return None
-        first, count, total = (
-            parameter_name(record, header, int(np.argmax(zeros))),
-            int(zeros.sum()),
-            int(held.held.sum()),
-        )
+        zeros, meant = self._but_meant(held, zeros)
+        first, count = parameter_name(record, header, int(np.argmax(zeros))), int(zeros.sum())
+        total, place = int(held.held.sum()), module_of(first) or first
         message = (
             f"{count} of the {total} parameters that the optimizer holds have had a gradient of exactly 0 in all "
             f"{int(self.state['zero'][zeros].min())} records that used them since the start, and never moved, the "
             f"first is {first}"
         )
         advice = (
-            f"look what multiplies the result of {module_of(first) or first} by 0 (a mask, the weight of its loss, a "
-            "factor or norm gain that starts at 0 and cannot move), or what feeds it zeros only"
+            f"look what multiplies the result of {place} by 0 (a mask, the weight of its loss, a factor or norm gain "
+            "that starts at 0 and cannot move), or what feeds it zeros only"
         )
+        severity = "info" if meant else part(count, total)
         return self.found(
-            module_of(first) or first, count, total, message, severity=part(count, total), advice=advice, records=1,
+            place, count, total, message, severity=severity, advice=SWITCHED if meant else advice, records=1,
             cause="zeros",
         )  # fmt: skip
+
+    def _but_meant(self, held: Held, zeros: Flags) -> tuple[Flags, bool]:
+        """Those that are not meant, and False; where there are none, all and True."""
+        faulty = zeros & ~self._meant(held, zeros)
+        return (faulty, False) if faulty.any() else (zeros, True)
 
     def _decays(self, held: Held, record: Record, header: RunHeader) -> Finding | None:
         ratio, zero = record.metrics.get("update_ratio"), self.state["zero"]
         if ratio is None or ratio.shape != zero.shape:
             return self.unseen(cause="decay")
-        alone = held.turn & self._long(held) & (ratio > 0) & ~held.still
+        alone = self._long(held) & (ratio > 0) & ~held.still
         if not alone.any():
             return None
+        alone, meant = self._but_meant(held, alone)
         first, count = parameter_name(record, header, int(np.argmax(alone))), int(alone.sum())
+        place = module_of(first) or first
         message = (
             f"{count} of {int(held.held.sum())} parameters have had a gradient of exactly 0 since the start and are "
             f"moved by weight decay alone, the first is {first}"
         )
         advice = (
-            f"put the result of {module_of(first) or first} into the loss, or take it out of the optimizer until it "
-            "learns: decay shrinks it towards 0"
+            f"put the result of {place} into the loss, or take it out of the optimizer until it learns: decay shrinks "
+            "it towards 0"
         )
-        return self.found(module_of(first) or first, count, 0.0, message, advice=advice, records=1, cause="decay")
+        severity: Severity = "info" if meant else "warning"
+        advice = SWITCHED if meant else advice
+        return self.found(place, count, 0.0, message, severity=severity, advice=advice, records=1, cause="decay")
 
 
 def unreached(held: Held) -> Flags:

@@ -314,10 +314,12 @@ def read_graph(root: Any, outputs: Outputs, theirs: Callable[[], set[int]]) -> O
     sides = Sides(outputs.starts, theirs)
     reached: dict[int, frozenset[int]] = {}
     by_direction = summed = False
-    for node, parents in _between(root, ends):
+    between = [*_between(root, ends)]
+    about = {id(node): parents for node, parents in between}
+    for node, parents in between:
         name, children = node.name(), _children(node)
         if name.startswith(CHOICE):
-            summed |= reduced_by(node) == SUM
+            summed |= reduced_by(node) == SUM or _added_up(node, about)
             out.choices.append(_classes(name, children))
             out.misfit = out.misfit or _misfit(name, children)
         if out.broadcast is None:
@@ -500,6 +502,15 @@ def _one_row(
         if samples > 1 and one[:1] == (1,) and len(one) == len(shape) and shape[0] == samples:
             return one, shape
     return None
+
+
+def _added_up(node: Any, parents: Mapping[int, list[Any]]) -> bool:
+    """Whether the terms of a choice are added up along some of their axes and not divided by how many they were."""
+    while len(above := parents.get(id(node), ())) == 1:
+        node = above[0]
+        if node.name().startswith("SumBackward") and output_shape(node):
+            return not any(parent.name().startswith(("Div", "Mul")) for parent in parents.get(id(node), ()))
+    return False
 
 
 def _summed(node: Any) -> bool:

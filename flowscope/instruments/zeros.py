@@ -38,6 +38,8 @@ NODES = 4096
 """A graph of more operations is not walked."""
 GATES = ("Relu", "Threshold", "Hardtanh", "Clamp", "Where", "MaskedFill")
 """Operations that may themselves make a gradient of exactly 0."""
+PRODUCTS = ("MulBackward", "DotBackward", "MvBackward")
+"""What multiplies several losses that were stacked by their weights."""
 
 
 class Zeros(Instrument):
@@ -173,7 +175,7 @@ def leads(roots: Iterable[Any], leaves: Collection[int], alive: Collection[int] 
     variables = {id(node): id(node.variable) for node in nodes if hasattr(node, "variable")}
     asked = {node: leaf for node, leaf in variables.items() if leaf in leaves}
     plain = _above(nodes, asked, _gate)
-    zero = {id(node) for node in nodes if _weight(node) and id(node) in plain}
+    zero = {number for node in nodes for number in _weighted(node) if number in plain}
     if len(asked) == len(variables):
         zero |= {id(node) for root in roots for node in _product(root) if _weight(node)}
     free = _below(roots, zero)
@@ -220,6 +222,17 @@ def _constant(node: Any) -> bool:
 
 def _weight(node: Any) -> bool:
     return _constant(node) and _one(node)
+
+
+def _weighted(node: Any) -> list[int]:
+    """The ids of what is a single number with a weight: a product, or one of several that lie in one tensor."""
+    if _weight(node):
+        return [id(node)]
+    if not node.name().startswith(PRODUCTS):
+        return []
+    stacks = [child for child, _ in node.next_functions if child is not None and child.name().startswith("Stack")]
+    constant = len(node.next_functions) > len(stacks) == 1
+    return [id(child) for stack in stacks for child, _ in stack.next_functions if constant and child and _one(child)]
 
 
 def _gate(node: Any) -> bool:
