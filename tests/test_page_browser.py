@@ -144,6 +144,9 @@ def test_no_run_is_hidden_by_anothers_outlier(browser: Any, reports: dict[int, P
     ticks = [page.locator("figure.heat").nth(n).locator(".shades span").all_inner_texts() for n in range(8)]
     assert "1e12" in "".join(ticks[3]) or "1e+12" in "".join(ticks[3]) or any("e1" in tick for tick in ticks[3])
     assert all(float(ticks[n][-1]) <= 10 for n in (0, 1, 2, 7))
+    shades = page.locator("figure.heat .shades").first
+    bar, tick = shades.locator("canvas").bounding_box(), shades.locator("span").first.bounding_box()
+    assert tick["y"] >= bar["y"] + bar["height"]  # type: ignore[index]
     page.get_by_label("own scale per run").uncheck()
     page.locator(".picture > .colour-bar").wait_for()
     assert page.locator("figure.heat .shades").count() == 0
