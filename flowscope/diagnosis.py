@@ -139,7 +139,7 @@ def diagnosis(alerts: Iterable[Alert]) -> list[str]:
     beside = [one for one in standing if id(one.alert) not in linked]
     lines += _listed([str(one.alert) for one in most_serious(beside, LISTED)], len(beside))
     if told and len(chain) > 1:
-        lines.append(f"begin with {chain[0]}: {chain[0].alert.advice}")
+        lines.append(f"begin with {chain[0]}")
     return lines + ([f"({over} more were raised and resolved)"] if over else [])
 
 

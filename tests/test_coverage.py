@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import flowscope
 from flowscope.cli import main
 from flowscope.detectors import OUTCOME, Limit
-from flowscope.detectors.coverage import Mute
+from flowscope.detectors.coverage import Coverage, Mute, Said
 from flowscope.errors import FlowscopeError
+from flowscope.records import Alert, RunHeader
 from flowscope.sinks import MemorySink
 from flowscope.views.overview import RunView, facts
 
@@ -123,6 +124,15 @@ def test_who_yields_is_named_with_value_limit_and_cause() -> None:
     largest = scope.records[-1]["param_norm"].max()
     assert "yielded to high, so without an alert: low at " in covered(scope)
     assert f"({largest:.4g}, above its limit 0.25)" in covered(scope)
+
+
+def test_a_kind_that_stands_is_not_said_to_be_without_an_alert() -> None:
+    seen = Coverage(["high", "low"])
+    seen.records = 1
+    seen.kept_back(Said("low", "0.weight", 3.0, 1.0), "high")
+    stands = Alert("low", "error", "1.weight", 1, 2.0, 1.0, "too high", "lower it")
+    assert "yielded to high" in seen.line(RunHeader())
+    assert "yielded" not in seen.line(RunHeader(), [stands])
 
 
 def test_what_is_muted_is_not_raised_explains_nothing_and_stands_in_the_line() -> None:

@@ -68,7 +68,7 @@ def test_diagnosis_text() -> None:
     lines = diagnose([LATE, FIRST]).splitlines()
     assert lines[0].startswith("diagnosis: first: token_collapse")
     assert lines[1:3] == [str(FIRST), "  then loss_plateau at blocks.30 (step 29): it is so"]
-    assert lines[3] == "begin with token_collapse at blocks.40 (step 4): mend token_collapse"
+    assert lines[3] == "begin with token_collapse at blocks.40 (step 4)"
 
 
 def test_of_very_many_alerts_the_most_serious_are_told() -> None:

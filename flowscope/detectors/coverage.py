@@ -176,13 +176,15 @@ class Coverage:
         yield from self._not_judged()
         if self.spoilt:
             yield f"while {self.spoilt} stands nothing else is judged"
-        for cause in dict.fromkeys(self.yielded.values()):
-            kinds = [str(found) for found, by in self.yielded.items() if by == cause]
+        told = {alert.kind for alert in standing}
+        yielded = {found: cause for found, cause in self.yielded.items() if found.kind not in told}
+        for cause in dict.fromkeys(yielded.values()):
+            kinds = [str(found) for found, by in yielded.items() if by == cause]
             yield f"yielded to {cause}, so without an alert: {_few(kinds)}"
         for pattern in self.mute.patterns:
             found = self.muted.get(pattern)
             yield f"muted: {pattern} ({'nothing found so far' if found is None else f'last: {found}'})"
-        yield from self._untold(header, {alert.kind for alert in standing})
+        yield from self._untold(header, told)
         yield from self.notes[:2]
 
     def _loss(self) -> str:
