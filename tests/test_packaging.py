@@ -86,7 +86,11 @@ ALLOWED: tuple[tuple[str, set[str]], ...] = (
     ("flowscope.detectors", ANY | PLAIN | {"flowscope.detectors"}),
     ("flowscope.sinks", ANY | PLAIN | {"tensorboard", "PIL", "rich", "flowscope.sinks"}),
     ("flowscope.parting", ANY | PLAIN | COMPARING),
-    ("flowscope.views", ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.views", "flowscope.parting"}),
+    # the stages of a pipeline are one run to every reader
+    (
+        "flowscope.views",
+        ANY | PLAIN | {"tensorboard", "werkzeug", "flowscope.views", "flowscope.parting", "flowscope.sinks.stages"},
+    ),
 )
 
 
