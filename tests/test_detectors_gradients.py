@@ -72,6 +72,58 @@ def test_a_lone_mild_block_before_the_crossing_is_not_the_place():
     assert alert.where == "blocks.1"
 
 
+@pytest.mark.parametrize(
+    ("start", "sizes", "severity"),
+    [
+        (0.3, [1.0] * 7, "info"),  # each block is given the start again
+        (0.3, [1e-4] + [1.0] * 6, "error"),  # a norm behind a small embedding
+        (0.05, [1.0] * 7, "error"),  # most is lost on this way, too
+        (1e-4, [1.0] * 7, "error"),
+    ],
+)
+def test_a_gradient_that_comes_to_the_start_past_the_blocks_is_a_note(start, sizes, severity):
+    lost = gradients([1e-1] * 6)
+    lost["gradient_product"] = [start, *lost["gradient_product"][1:]]
+    (alert,) = play(record(s, {**lost, "act_rms": sizes}) for s in range(4))
+    assert (alert.kind, alert.severity) == ("vanishing_gradient", severity)
+    assert ("past the blocks" in alert.message) == (severity == "info")
+
+
+class FedAgain(nn.Module):
+    """Blocks that mix what nodes say with the start of all, as GCNII does."""
+
+    def __init__(self, share: float):
+        super().__init__()
+        self.stem, self.share = nn.Linear(8, 32), share
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(24))
+        self.end = nn.Linear(32, 3)
+
+    def forward(self, x, mixing):
+        h = start = functional.relu(self.stem(x))
+        for block in self.blocks:
+            mixed = (1 - self.share) * (mixing @ h) + self.share * start
+            h = functional.relu(0.95 * mixed + 0.05 * block(mixed))
+        return self.end(h)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0])
+def test_blocks_that_are_given_the_start_again_may_lose_the_gradient(share):
+    torch.manual_seed(0)
+    model, x, y = FedAgain(share), torch.randn(40, 8), torch.randint(0, 3, (40,))
+    mixing = torch.rand(40, 40).lt(0.2).float() + torch.eye(40)
+    mixing /= mixing.sum(1, keepdim=True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(12):
+            loss = functional.cross_entropy(model(x, mixing), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    found = {alert.severity for alert in scope.alerts if alert.kind == "vanishing_gradient"}
+    assert found == {"info" if share else "error"}
+
+
 @pytest.mark.parametrize(("product", "step"), [(0.9e-5, 0), (5e-4, 1)])
 def test_certain_values_fire_at_once_and_others_on_two_records(product, step):
     (alert,) = play(record(s, slope(product)) for s in range(4))

@@ -61,6 +61,15 @@ EXPLODING_ADVICE = {
 }
 
 
+FED_AGAIN = (
+    "nothing, where each block is meant to take the start anew; blocks that are to build on those before them need a "
+    "shortcut past each, too"
+)
+LED = 0.1
+"""The share of the last point's gradient that the start of a flow has where nothing is lost on the way to it,"""
+ROUND = 30.0
+"""and by this factor more than behind the first block, where it came by another way."""
+
 SOLVED = "ODE"
 """The cell of a flow through the states of a differential equation's solver."""
 SOLVED_ADVICE = "integrate over a shorter time, penalise the dynamics (Jacobian or kinetic energy), or add weight decay"
@@ -109,6 +118,18 @@ def worst_block(product: Array, crossing: int, *, vanishing: bool, gain_limit: f
         stop += 1
     stretch = np.nan_to_num(gain[start : stop + 1], nan=1.0)
     return start + int(np.argmin(stretch) if vanishing else np.argmax(stretch))
+
+
+def led_round(view: FlowView, product: Array) -> bool:
+    """Whether the gradient comes to the start of a flow past its blocks: each is given the start again (GCNII).
+
+    No block brings back what those behind it lost; it may change the unit (a norm behind a small embedding), so that
+    what is compared is gradient times hidden state.
+    """
+    sizes = view.get("act_rms")
+    if sizes is None or sizes.size != product.size or not product[1] > 0 or not product[0] >= LED:
+        return False
+    return bool(product[0] * sizes[0] > ROUND * product[1] * sizes[1])
 
 
 class VanishingGradient(Detector):
@@ -213,7 +234,11 @@ class VanishingGradient(Detector):
             f"the gradient at {view.point(low)} is {product[low]:.2g} of that at {view.point(product.size - 1)} "
             f"({'; '.join(told)}); {block} passes {_gain(product, where):.2g} of it on"
         )
-        finding = self.found(block, product[low], limit, message, layout.name, advice=advice_for(view, ADVICE))
+        advice = advice_for(view, ADVICE)
+        if led_round(view, product):
+            severity, certain, advice = "info", False, FED_AGAIN
+            message += f", while {view.point(0)} gets {product[0]:.2g} of it past the blocks (each takes it anew)"
+        finding = self.found(block, product[low], limit, message, layout.name, advice=advice)
         immediate = certain and patience is None
         return replace(finding, severity=severity, immediate=immediate, records=patience)
 
