@@ -35,6 +35,25 @@ def test_a_layer_that_is_dead_entirely_is_an_error_at_once_and_the_first_such_is
     assert "3 of 3" in alert.message
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_rectifier_that_closes_a_model_with_targets_below_zero_is_told_so(closed):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1), *([nn.ReLU()] if closed else []))
+    with torch.no_grad():
+        model[2 if closed else 0].bias.fill_(-99.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with flowscope.watch(model, optimizer, config={"console": "off"}) as scope:
+        for _ in range(3):
+            loss = (model(torch.randn(32, 6)) + 2).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    (alert,) = [a for a in scope.alerts if a.kind == "dead_units"]
+    assert (alert.where, alert.severity) == ("3" if closed else "1", "error")
+    assert ("cannot answer below 0" in alert.advice) == closed
+
+
 def test_most_units_dead_is_a_warning_on_two_records_and_resolves_well_below():
     # near is above .75 of .7 = .525: keeps the alert; three records at .5 end it
     series = [0.2, 0.75, 0.8, 0.8, *[0.6] * 20, 0.5, 0.5, 0.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import deque
 from typing import Any
@@ -164,3 +165,78 @@ def test_all_trials_leave_everything_as_it_was() -> None:
     assert bits(optimizer) == moments
     assert chance() == drawn
     assert bits(batches) == held
+
+
+CRITIC = nn.BatchNorm1d(3)
+
+
+def judged_by(critic: nn.Module, out: Tensor) -> Tensor:
+    return critic(out).square().mean()
+
+
+class Losses:
+    """Holds a net and a queue, and is called as a loss or by a method."""
+
+    def __init__(self) -> None:
+        self.critic, self.queue = nn.BatchNorm1d(3), torch.zeros(3)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        self.queue += out.detach().mean(0)
+        return judged_by(self.critic, out) + (out - self.queue).square().mean()
+
+    def method(self, model: nn.Module, batch: Any) -> Tensor:
+        return self(model, batch)
+
+
+def by_name(model: nn.Module, batch: Any) -> Tensor:
+    def inner() -> Tensor:
+        return helped(model(batch[0]))
+
+    return inner()
+
+
+def helped(out: Tensor) -> Tensor:
+    return judged_by(CRITIC, out)
+
+
+def in_a_closure() -> tuple[Any, nn.Module]:
+    nets = {"critic": nn.BatchNorm1d(3)}
+    return lambda model, batch: judged_by(nets["critic"], model(batch[0])), nets["critic"]
+
+
+def of_an_object(kind: str) -> tuple[Any, nn.Module]:
+    held = Losses()
+    return held if kind == "called" else held.method, held.critic
+
+
+def partly_given(model: nn.Module, batch: Any, *, critic: nn.Module) -> Tensor:
+    return judged_by(critic, model(batch[0]))
+
+
+def of_a_partial() -> tuple[Any, nn.Module]:
+    critic = nn.BatchNorm1d(3)
+    return functools.partial(partly_given, critic=critic), critic
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        in_a_closure,
+        lambda: of_an_object("called"),
+        lambda: of_an_object("method"),
+        lambda: (by_name, CRITIC),
+        of_a_partial,
+    ],
+    ids=["closure", "object", "method", "global", "partial"],
+)
+def test_a_second_net_that_a_loss_refers_to_is_put_back(made: Any) -> None:
+    loss, critic = made()
+    model, batches = nn.Linear(6, 3), rows()
+    queue = getattr(getattr(loss, "__self__", loss), "queue", None)
+    before = bits(critic), bits(queue)
+    loss(model, batches[0])
+    changed = bits(critic), bits(queue)
+    assert changed != before
+    flowscope.check(model, loss, batches, only=["gradient", "determinism", "overfit"])
+    assert (bits(critic), bits(queue)) == changed

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import numpy as np
 
-from flowscope.detectors.detector import SHARE_RELEASE, WIRING, Array, Flags
+from flowscope.detectors.detector import SHARE_RELEASE, WIRING, Array, Finding, Flags
 from flowscope.detectors.limit import Beyond, Limit
 from flowscope.detectors.rows import module_of
-from flowscope.records import Record
+from flowscope.records import Record, RunHeader
+
+CLOSED = (
+    "the model answers 0 throughout: if this activation is its end, take it away (it cannot answer below 0), or look "
+    "at the sign of the targets; else start biases at 0 and weights by He's rule, and lower the learning rate"
+)
 
 
 class DeadUnits(Limit):
@@ -26,6 +34,15 @@ class DeadUnits(Limit):
         "lower the learning rate; if it is so from the first step, start biases at 0 and weights by He's rule; what is "
         "dead stays so: start anew or from an earlier checkpoint"
     )
+
+    def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
+        """One finding a flow at most; what to do about an end that is off is another thing."""
+        found = super().findings(record, header)
+        deviation, spread = (record.metrics.get(f"output_{name}") for name in ("deviation", "spread"))
+        # a spread that is no number: the answer is 0 in all entries
+        if deviation is None or spread is None or not (deviation.max() == 0 and np.isnan(spread).all()):
+            return found
+        return (replace(f, advice=CLOSED) if f.level == "beyond" else f for f in found)
 
     def measured(self, record: Record) -> tuple[str, Array | None]:
         """The share of the step where no lasting one is recorded."""

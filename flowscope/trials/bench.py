@@ -19,7 +19,7 @@ from flowscope.model.example_inputs import modes
 from flowscope.model.nested import map_tensors, nested_tensors
 from flowscope.model.plan import display_path
 from flowscope.torch_internals import in_backward
-from flowscope.trials.kept import put_back
+from flowscope.trials.kept import put_back, referred_to
 
 Loss = Callable[[nn.Module, Any], Tensor]
 DEAR = 2e9
@@ -129,6 +129,11 @@ class Bench:
     not_seen: str = "the loop was not seen; run flowscope check train.py"
     _calls: dict[int, list[Call]] = field(default_factory=dict)
     _flops: list[int] = field(default_factory=list)
+
+    @property
+    def held(self) -> list[Any]:
+        """What a pass may change beside the model and its optimizers: the batches, and what the loss refers to."""
+        return [self.batches, referred_to(self.loss_function)]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,6 @@ class Determinism(Trial):
     @staticmethod
     def _pass(bench: Bench) -> tuple[Any, Any]:
         gradients: dict[str, torch.Tensor] = {}
-        with put_back(bench.model, list(bench.optimizers), bench.batches):
+        with put_back(bench.model, list(bench.optimizers), bench.held):
             seen = bench.seen(lambda: gradients.update(bench.gradients(bench.batches[0])), whole_numbers=True)
         return seen, gradients

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,58 @@ def put_back(model: nn.Module, optimizer: Any = None, held: Any = None) -> Itera
         for back in kept.undo:
             back()
         chance()
+
+
+def referred_to(function: Any) -> list[Any]:
+    """The modules, optimizers and tensors that a function may change beside what it is given: a critic, a queue.
+
+    They are looked for in its closure, its defaults, the object it is bound to, what a `partial` holds, and the globals
+    that it names; in containers of these, and in the functions of the same file that it names.
+    """
+    found: list[Any] = []
+    waiting: list[tuple[Any, Any]] = [(function, None)]
+    seen: dict[int, Any] = {}
+    while waiting:
+        value, home = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        inner: Iterable[Any] = ()
+        if isinstance(value, (nn.Module, torch.optim.Optimizer, Tensor)):
+            found.append(value)
+        elif isinstance(value, functools.partial):
+            inner = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.MethodType):
+            inner = (value.__func__, value.__self__, *_attributes(value.__self__))
+        elif isinstance(value, types.FunctionType) and home in (None, id(value.__globals__)):
+            inner, home = _named(value), id(value.__globals__)
+        elif isinstance(value, (list, tuple, set, deque)):
+            inner = value
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif value is function:
+            inner = (vars(type(value)).get("__call__"), *_attributes(value))
+        waiting += [(item, home) for item in inner]
+    return found
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    """What an object holds; a module is found as it is."""
+    return (
+        () if isinstance(value, (nn.Module, *_OPAQUE)) else vars(value).values() if hasattr(value, "__dict__") else ()
+    )
+
+
+def _named(function: types.FunctionType) -> Iterator[Any]:
+    """What a function has of its own, and the globals that it, or a function within it, names."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    codes = [function.__code__]
+    for code in codes:  # grows while it is walked
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
 
 def _chance() -> Undo:

@@ -102,7 +102,7 @@ def run_trials(
 
 
 def _run(bench: Bench, trial: Trial) -> list[TrialFinding]:
-    with put_back(bench.model, list(bench.optimizers), bench.batches), warnings.catch_warnings():
+    with put_back(bench.model, list(bench.optimizers), bench.held), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.enable_grad():
