@@ -165,7 +165,7 @@ def picture(piece: Piece, sick: Told, cured: Told, file: Path) -> None:
         ImageDraw.Draw(whole).text((left + 8, 4), words, fill="black", font_size=14)
         left += one.width
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole.quantize(64).save(file, optimize=True)
+    whole.quantize(256).save(file, optimize=True)
 
 
 def is_cured(piece: Piece, sick: Told, cured: Told) -> bool:

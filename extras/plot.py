@@ -448,7 +448,7 @@ def _draw_map(axes: Axes, series: _Series, *, log: bool) -> None:
     grid = np.full((max(len(series.values[i]) for i in shown), len(shown)), np.nan)
     for column, index in enumerate(shown):
         grid[: len(series.values[index]), column] = series.values[index]
-    low, high = _limits(grid, log)
+    low, high = _limits(grid, log, series.spec.bounds)
     norm = LogNorm(low, high) if log else Normalize(low, high)
     # matplotlib masks infinities, and 0 on a log scale, like NaN; they are the worst values, not absent ones
     drawn = np.nan_to_num(grid, nan=np.nan, posinf=np.finfo(np.float64).max, neginf=np.finfo(np.float64).min)
@@ -483,11 +483,14 @@ def _step_edges(steps: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]])
 
 
-def _limits(grid: NDArray[np.float64], log: bool) -> tuple[float, float]:
+def _limits(grid: NDArray[np.float64], log: bool, bounds: tuple[float, float] | None) -> tuple[float, float]:
     low, high = extent(grid[grid > 0] if log else grid, (0.0, 0.0) if log else (0.0, 1.0))
     if log and not high:
         return 0.1, 1.0
     if log:
         top = np.ceil(np.log10(high))
         return float(10 ** min(np.floor(np.log10(low)), top - 2)), float(10**top)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    if high > low:
+        return low, high
+    # one value everywhere: what it may lie between says more than what is near it
+    return bounds if bounds and bounds[0] <= low <= bounds[1] else (low - 0.5, high + 0.5)

@@ -146,6 +146,12 @@ def test_the_rows_of_parameters_are_called_so() -> None:
     assert plot.depth_profile(records, "update_ratio").axes[0].get_xlabel().startswith("parameter (0: head.weight, 2: ")
 
 
+def test_a_share_that_is_the_same_everywhere_is_drawn_between_its_bounds() -> None:
+    figure = plot.heat_map(make_records([0, 1], gate_mean=lambda _: [1.0, 1.0, 1.0]), "gate_mean")
+    (mesh,) = figure.axes[0].collections
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (0.0, 1.0)
+
+
 def test_heat_map_shows_zero_as_bad_and_nan_as_unseen() -> None:
     values = np.array([0.0, np.nan, np.inf, 0.5])
     (mesh,) = plot.heat_map(make_records([1, 2], gradient_product=lambda _: values)).axes[0].collections
