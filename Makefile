@@ -67,7 +67,7 @@ parting: $(VENV)/.ready-dev
 rivals: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.rivals
 
-# trainers and libraries, each in an environment of its own under .stacks: an hour, most of it for installing
+# trainers and libraries, each in an environment of its own under .stacks: half an hour, most of it for installing
 stacks: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.stacks --write docs/integrations.md
 

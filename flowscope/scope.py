@@ -21,6 +21,7 @@ from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER, Faults, door, is_off
 from flowscope.hooks.hooks import Hooks
 from flowscope.instruments import Instrument, specs_of
+from flowscope.model.keras_layers import opened, untrained
 from flowscope.model.plan import FlowPlan, display_path
 from flowscope.model.view import ModelView
 from flowscope.observation.observation import Observation
@@ -103,11 +104,12 @@ def watch(
         return scope
 
     def attach() -> None:
-        arguments.check_model(model)
+        seen = opened(model)
+        arguments.check_model(seen)
         callbacks = arguments.alert_callbacks(on_alert)
         arguments.check_actions(callbacks, detectors, reference)
         scope._attach(
-            model,
+            seen,
             WatchArguments(
                 optimizer=optimizer,
                 log_dir=arguments.folder(log_dir),
@@ -116,7 +118,7 @@ def watch(
                 sinks=arguments.named_sinks(sinks),
                 flows=arguments.flow_paths(flows),
                 gates=arguments.gate_patterns(gates),
-                parameters=arguments.parameter_patterns(parameters),
+                parameters=[*arguments.parameter_patterns(parameters), *(f"!{name}" for name in untrained(seen))],
                 scaler=scaler,
                 instruments=arguments.listed(instruments),
                 detectors=[*arguments.own_detectors(detectors), *arguments.reference_detectors(reference)],

@@ -30,11 +30,17 @@ class FlowscopeCallback(BareWatch, Callback):
     def __init__(self, **options: Any) -> None:
         Callback.__init__(self)
         BareWatch.__init__(self, **options)
+        self._attached = False
 
     def before_fit(self) -> None:
-        """Attach."""
-        self.run = not hasattr(self.learn, "lr_finder") and not hasattr(self.learn, "gather_preds")
-        if self.run:
+        """A fit begins, or an evaluation: that has the same event, and shall not end what is seen of the fit."""
+        self.run = not hasattr(self.learn, "lr_finder")
+        self._attached = False
+
+    def before_train(self) -> None:
+        """Attach, in the first epoch."""
+        if not self._attached:
+            self._attached = True
             self._begin(self.learn.model)
 
     def after_step(self) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowscope.errors import FlowscopeError
 from flowscope.integrations.trainer import BareWatch
+from flowscope.model.keras_layers import layers_of
 
 try:
     import keras
@@ -18,6 +19,9 @@ except ImportError as error:
     raise FlowscopeError(
         'flowscope.integrations.keras needs keras, which is not installed: pip install "flowscope[keras]".'
     ) from error
+
+
+__all__ = ["FlowscopeCallback", "layers_of"]
 
 
 class FlowscopeCallback(BareWatch, keras.callbacks.Callback):
@@ -35,13 +39,12 @@ class FlowscopeCallback(BareWatch, keras.callbacks.Callback):
             )
         keras.callbacks.Callback.__init__(self)
         BareWatch.__init__(self, **options)
-        self._layers: nn.Module | None = None
         self._sums: tuple[Any, Any] = (0.0, 0.0)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Attach."""
-        self._layers, self._sums = layers_of(self.model), (0.0, 0.0)
-        self._begin(self._layers)
+        self._sums = 0.0, 0.0
+        self._begin(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Keras' mean of the losses begins anew."""
@@ -64,19 +67,6 @@ class FlowscopeCallback(BareWatch, keras.callbacks.Callback):
         now = _number(mean.total), _number(mean.count)
         before, self._sums = self._sums, now
         return (now[0] - before[0]) / (now[1] - before[1])
-
-
-def layers_of(model: Any) -> nn.Module:
-    """The layers of a Keras model in order, by their names: Keras keeps them in lists of its own.
-
-    Args:
-        model: a `keras.Model`; models in it are opened.
-    """
-    held = nn.Sequential()
-    for layer in model._flatten_layers(include_self=False, recursive=False):
-        inner = getattr(layer, "_layers", ())
-        held.add_module(layer.name, layers_of(layer) if isinstance(layer, keras.Model) and inner else layer)
-    return held
 
 
 def _number(variable: Any) -> Tensor:

@@ -40,5 +40,8 @@ class FlowscopeHandler:
         engine.add_event_handler(Events.STARTED, self._begin)
 
     def _begin(self, engine: Any) -> None:
+        before = self.scope.state_dict() if self.scope is not None and engine.state.iteration > 0 else None
         options = {"scaler": getattr(engine, "scaler", None), **self._options}
         self.scope = attach(engine, engine.network, engine.optimizer, **options)
+        if before:  # a trainer that is run on
+            self.scope.load_state_dict(before)

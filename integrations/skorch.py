@@ -28,10 +28,15 @@ class FlowscopeCallback(BareWatch, Callback):
 
     def __init__(self, **options: Any) -> None:
         BareWatch.__init__(self, **options)
+        self._given = options
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """None that a search may set."""
         return {}
+
+    def __sklearn_clone__(self) -> FlowscopeCallback:
+        """One with the same options, for another net: a search makes one for each fit."""
+        return type(self)(**self._given)
 
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
         """Attach."""

@@ -19,6 +19,7 @@ from flowscope.arguments import alert_callbacks, check_names, stop_kinds
 from flowscope.config import WatchConfig
 from flowscope.errors import FlowscopeError, StopTraining
 from flowscope.faults import LOGGER, is_off
+from flowscope.model.keras_layers import opened
 from flowscope.records import Alert, Event
 from flowscope.sinks import Sink
 from flowscope.trials.bench import Loss
@@ -135,10 +136,17 @@ class BareWatch(TrainerWatch):
         self._stop_asked = True
 
     def _begin(self, model: nn.Module, optimizer: Any = None, **options: Any) -> None:
-        """Attach; a later run of the same callback goes on with its state."""
+        """Attach; a later run of the same callback goes on with its state.
+
+        A model without parameters (its layers are not built yet, say) is told of, and ends no run.
+        """
         before = self.scope.state_dict() if self.scope is not None else None
         self._end()
         self._stop_asked = False
+        if next(opened(model).parameters(), None) is None:
+            self.scope = None
+            LOGGER.warning("flowscope: nothing is watched: %s has no parameters yet", type(model).__name__)
+            return
         scope = self._watch(model, optimizer, self._ask_stop, **options)
         if before:
             scope.load_state_dict(before)

@@ -199,6 +199,20 @@ def test_an_inner_code_that_fades_by_itself_is_told():
     assert (alert.value, alert.limit) == (0.1, pytest.approx(0.14))
 
 
+@pytest.mark.parametrize("optimizers", [(0, 1), (0, 0)])
+def test_the_answer_of_a_net_that_is_trained_by_an_optimizer_of_its_own_is_no_code(optimizers: tuple[int, int]):
+    series = [(0.5, 0.7)] * 3 + [(0.4, 0.2), (0.3, 0.13), (0.3, 0.12), (0.3, 0.1)]
+
+    def actor(step: int, sizes: tuple[float, float]):
+        one = codes(step, *sizes)
+        one.metrics["param_optimizer"] = np.array([*optimizers, np.nan])
+        one.metric_labels["param_optimizer"] = ("encoder.1.weight", "decoder.1.weight", "target.1.weight")
+        return one
+
+    apart = optimizers[0] != optimizers[1]
+    assert len(play((actor(s, sizes) for s, sizes in enumerate(series)), TWO)) == (not apart)
+
+
 def test_outputs_that_shrink_and_flows_that_shrink_as_a_whole_are_healthy():
     whole = [(0.5, 0.7)] * 3 + [(0.05, 0.06)] * 9
     assert play((codes(s, *sizes) for s, sizes in enumerate(whole)), TWO) == []

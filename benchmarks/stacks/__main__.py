@@ -1,8 +1,8 @@
 """`python -m benchmarks.stacks [NAME...] [--write FILE] [--python PATH]...`: each stack in an environment of its own.
 
-All environments see one below them, `.stacks/base`, with torch and flowscope's own needs; each adds its stack's
-packages, and stacks of the same packages share one. Where an environment cannot be made, or `--python` names
-interpreters and none has the packages, the stack is skipped by name, with the reason.
+All environments see one below them, `.stacks/base`, with torch and flowscope's own needs. Each adds its stack's
+packages to it, one upon the other, so that stacks share what they have in common. Where an environment cannot be made,
+or `--python` names interpreters and none has the packages, the stack is skipped by name, with the reason.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ class NotInstalledError(Exception):
 
 @functools.cache
 def environment(packages: tuple[str, ...] = ()) -> Path:
-    """The interpreter that has torch, flowscope's own needs and these packages; made at its first use."""
+    """The interpreter that has torch, flowscope's own needs and these packages; made at its first use.
+
+    It sees the environment with all of the packages but the last, and holds what that one adds.
+    """
     folder = ROOT / ".stacks" / ("_".join(re.findall(r"[\w-]+", " ".join(packages))) or "base")
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
-        below = environment() if packages else None
+        below = [environment(packages[:count]) for count in range(len(packages) - 1, -1, -1)]
         _call(sys.executable, "-m", "venv", "--clear", *(["--without-pip"] if below else []), str(folder))
         if below:
-            place, seen = (Path(_call(str(one), "-c", PLACE).strip()) for one in (python, below))
-            (place / "below.pth").write_text(f"{seen}\n")
-        pip = [str(below or python), "-m", "pip", "--python", str(python), "install", "-q", TORCH]
+            place, *seen = (_call(str(one), "-c", PLACE).strip() for one in (python, *below))
+            Path(place, "below.pth").write_text("\n".join(seen))
+        pip = [str([python, *below][-1]), "-m", "pip", "--python", str(python), "install", "-q", "--no-compile", TORCH]
         if not below:
             _call(*pip)  # first and alone: resolved together with the rest, it may be replaced by a larger build
-        _call(*pip, *(packages or OWN))
+        _call(*pip, *(packages[-1:] or OWN))
         (folder / "ready").touch()
     return python
 

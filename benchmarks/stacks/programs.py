@@ -21,7 +21,8 @@ from .case import ROWS, D, K, Seen, batches, data, loss_of, make
 
 LIGHTNING = ("lightning==2.6.6",)
 SB3 = ("stable-baselines3==2.9.2",)
-TRL = ("trl==1.16.0",)
+HUGGING_FACE = ("transformers[torch]==5.24.0",)
+TRL = (*HUGGING_FACE, "datasets", "trl==1.16.0")
 
 
 @dataclass(frozen=True)
@@ -685,22 +686,23 @@ STACKS = {
         part(lightning, package="pytorch_lightning"), "callback", ("pytorch-lightning",), ("pytorch_lightning",)
     ),
     "Fabric": Stack(fabric, "watch", LIGHTNING, ("lightning",)),
-    "transformers' Trainer": Stack(trainer, "callback", ("transformers[torch]",), ("transformers", "accelerate")),
+    "transformers' Trainer": Stack(trainer, "callback", HUGGING_FACE, ("transformers", "accelerate")),
     "accelerate, accumulation": Stack(accelerate, "adapter", ("accelerate",), ("accelerate",)),
-    "SetFit": Stack(setfit, "callback", ("setfit",), ("setfit",)),
+    "SetFit": Stack(setfit, "callback", (*HUGGING_FACE, "datasets", "setfit"), ("setfit",)),
     "sentence-transformers": Stack(
-        sentence_transformers, "callback", ("sentence-transformers[train]",), ("sentence_transformers", "datasets")
+        sentence_transformers, "callback", (*HUGGING_FACE, "datasets", "sentence-transformers[train]"),
+        ("sentence_transformers", "datasets"),
     ),
     "TRL SFT": Stack(part(trl, method="SFT"), "callback", TRL, ("trl", "datasets")),
     "TRL GRPO": Stack(part(trl, method="GRPO"), "callback", TRL, ("trl", "datasets")),
-    "PEFT, LoRA in transformers' Trainer": Stack(peft, "callback", ("peft", "transformers[torch]"), ("peft",)),
-    "diffusers, accelerate": Stack(diffusers, "adapter", ("diffusers", "accelerate"), ("diffusers", "accelerate")),
+    "PEFT, LoRA in transformers' Trainer": Stack(peft, "callback", (*HUGGING_FACE, "peft"), ("peft",)),
+    "diffusers, accelerate": Stack(diffusers, "adapter", ("accelerate", "diffusers"), ("diffusers", "accelerate")),
     "DeepSpeed ZeRO 1": Stack(deepspeed, "watch", ("deepspeed",), ("deepspeed",)),
     "DeepSpeed ZeRO 3": Stack(part(deepspeed, stage=3), "watch", ("deepspeed",), ("deepspeed",)),
     "PyTorch Geometric": Stack(geometric, "watch", ("torch-geometric",), ("torch_geometric",)),
     "Ray Train": Stack(ray, "watch in the worker", ("ray[train]",), ("ray",)),
     "Ignite": Stack(ignite, "adapter", ("pytorch-ignite",), ("ignite",)),
-    "MONAI": Stack(monai, "handler", ("monai", "pytorch-ignite"), ("monai", "ignite")),
+    "MONAI": Stack(monai, "handler", ("pytorch-ignite", "monai"), ("monai", "ignite")),
     "skorch": Stack(skorch, "callback", ("skorch",), ("skorch",)),
     "fastai": Stack(fastai, "callback", ("fastai",), ("fastai",)),
     "fastai, accumulation": Stack(part(fastai, accumulated=2), "callback", ("fastai",), ("fastai",)),

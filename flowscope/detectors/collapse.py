@@ -6,7 +6,7 @@ Adjacent cosines near 1 are healthy in Keel and DeepNorm, so no cosine between l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -142,6 +142,20 @@ class TokenCollapse(Detector):
         return self.found(crossed, 1 - distance[-1], 1 - limit, message, view.layout.name, certain=certain)
 
 
+def trained_apart(flow: str, others: Sequence[str], record: Record) -> bool:
+    """Whether another optimizer trains a flow than these others: its end is an answer (an action) and no code."""
+    if (optimizers := record.metrics.get("param_optimizer")) is None:
+        return False
+    names = record.labels("param_optimizer")
+
+    def of(flow: str) -> set[float]:
+        held = {float(o) for name, o in zip(names, optimizers, strict=True) if name.startswith(f"{flow}.")}
+        return {optimizer for optimizer in held if optimizer == optimizer}
+
+    own = of(flow)
+    return bool(own) and own.isdisjoint(set[float]().union(*map(of, others)))
+
+
 class RepresentationCollapse(Detector):
     """Blocks have become copies, samples have become one vector, or a code has faded; against the run's own start."""
 
@@ -153,8 +167,10 @@ class RepresentationCollapse(Detector):
     def findings(self, record: Record, header: RunHeader) -> Iterable[Finding]:
         """Three causes a flow: copies (cosines between layers), samples (between samples), code (an inner end)."""
         views = [view for view in each_flow(record, header) if view.layout.kind not in ("time", "gates")]
-        for view in views:
-            inner = view.layout.kind != "network" and view is not views[-1]
+        names = [view.layout.name for view in views]
+        for at, view in enumerate(views):
+            behind = names[at + 1 :]
+            inner = view.layout.kind != "network" and behind and not trained_apart(names[at], behind, record)
             yield from said(self._copies(view), self._samples(view), self._code(view) if inner else None)
 
     def _copies(self, view: FlowView) -> Finding | None:

@@ -42,8 +42,10 @@ class Unstepped:
         some: Callable[[], Iterable[Tensor | None]],
         tell: Callable[[Finding], None],
     ) -> None:
-        self._calls, self._forwards, self._version = 0, 0, -1
-        self._some, self._tell = some, tell
+        self._calls, self._forwards = 0, 0
+        self._before = (-1, -1)
+        """How many gradients were there, and how often they had been written to."""
+        self._some, self._tell = lambda: (*some(), *_firsts(own.known)), tell
         self._none: Callable[[], bool] = lambda: bool(own.known) and not turns.now
         self._others: Callable[[], int] = lambda: turns.foreign
         self.reason: Callable[[], str] = lambda: _reason(own.known, turns, ran=self._forwards > 0)
@@ -68,11 +70,11 @@ class Unstepped:
         return begins()
 
     def _gradients(self) -> tuple[list[Tensor], bool]:
-        """A few gradients, and whether they have grown: accumulation adds in place."""
+        """A few gradients, and whether they have grown: accumulation adds in place, and a second loss adds others."""
         gradients = [p.grad for p in self._some() if p is not None and p.is_leaf and p.grad is not None]
-        versions = [gradient._version for gradient in gradients]
-        grew, self._version = sum(versions) > self._version >= 0, sum(versions) if versions else -1
-        return gradients, grew
+        before, now = self._before, (len(gradients), sum(gradient._version for gradient in gradients))
+        self._before = now
+        return gradients, before[0] >= 0 and any(new > old for new, old in zip(now, before, strict=True))
 
     def _alert(self) -> None:
         if self._none():
@@ -86,6 +88,11 @@ class Unstepped:
         if not ended and self._calls:
             self._alert()
         self._some, self.reason, self._none, self._others = tuple, lambda: told, lambda: False, lambda: 0
+
+
+def _firsts(optimizers: Sequence[Any]) -> list[Tensor]:
+    """The first parameter of each."""
+    return [next(iter(group["params"])) for o in optimizers for group in o.param_groups[:1] if group["params"]]
 
 
 def _finite(gradient: Tensor) -> bool:
