@@ -14,9 +14,9 @@ const COLUMNS_OF_RUNS = [
   ["verdict", (run) => ORDER.indexOf(run.verdict.severity), (run) => `${SIGNS[run.verdict.severity]} ${run.verdict.severity}`],
   ["first alert", (run) => worst(run)?.kind, (run) => worst(run)?.kind ?? "–"],
   ["where", (run) => worst(run)?.where, (run) => worst(run)?.where || "–"],
-  ["since step", (run) => worst(run)?.step, (run) => worst(run)?.step ?? "–"],
+  ["since", (run) => worst(run)?.step, (run) => worst(run)?.step ?? "–"],
   ["loss", (run) => (typeof last(run) === "number" ? last(run) : undefined), (run) => (typeof last(run) === "number" ? format(last(run)) : last(run) ?? "–")],
-  ["last step", (run) => run.last_step ?? undefined, (run) => run.last_step ?? "–"],
+  ["last", (run) => run.last_step ?? undefined, (run) => run.last_step ?? "–"],
 ];
 
 const GROUPS = {
