@@ -79,6 +79,12 @@ def late(model: Net, step: int, x: Tensor, y: Tensor) -> Tensor:
     return main(model, x, y) + weight * functional.mse_loss(model.side(x), x)
 
 
+def late_on_one_trunk(model: Net, step: int, x: Tensor, y: Tensor) -> Tensor:
+    """The same beside the head, in a loss that is scaled."""
+    weight = 0.3 if step > 30 else 0.0
+    return (main(model, x, y) + weight * model.side(model.trunk(x)[:, :6]).square().mean()) * 0.25
+
+
 def sometimes(model: Net, step: int, x: Tensor, y: Tensor) -> Tensor:
     """It ran without a part in the loss before it is left out."""
     return late(model, 0, x, y) if step < 5 else nothing_given(model, step, x, y)
@@ -91,7 +97,7 @@ SIDES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(("side", "decay"), [("small", 0.1), ("large", 0.0)])
-@pytest.mark.parametrize("loss_of", [nothing_given, left_out, token_left_out, late, sometimes])
+@pytest.mark.parametrize("loss_of", [nothing_given, left_out, token_left_out, late, late_on_one_trunk, sometimes])
 def test_zeros_that_are_meant_are_silent(loss_of: Loss, side: str, decay: float) -> None:
     assert alerts(SIDES[side](), loss_of, decay=decay) == []
 
@@ -167,6 +173,7 @@ def test_how_a_loss_leads_to_its_leaves() -> None:
     # another way that is not weighted, and a weight that cannot be 0 as it lies above what learns too
     assert led(a.sum() + 0 * b.sum() + (b * a).sum(), b) == ("b", "", False)
     assert led((a.sum() + b.sum()) * two, b) == ("b", "", False)
+    assert led((a.sum() + 0 * (a * b).sum()) * two, b) == ("", "b", False)
     # a gate makes zeros of its own, unless another leaf shows that the weight is 0
     assert led(a.sum() + two * b.relu().sum(), b) == ("b", "", False)
     assert led(a.sum() + two * (b * none.expand(3)).sum(), b) == ("b", "", False)

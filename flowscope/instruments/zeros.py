@@ -179,8 +179,10 @@ def leads(roots: Iterable[Any], leaves: Collection[int], alive: Collection[int] 
     if len(asked) == len(variables):
         zero |= {id(node) for root in roots for node in _product(root) if _weight(node)}
     free = _below(roots, zero)
-    if learns := [node for node, leaf in variables.items() if leaf in alive and node not in free]:
-        zero -= _above(nodes, learns)
+    while refuted := _above(nodes, [n for n, leaf in variables.items() if leaf in alive and n not in free]) & zero:
+        # the nearest to the loss: those below may be 0 for all that
+        met = {*map(id, roots), *(id(child) for node in free.values() for child, _ in node.next_functions)}
+        zero -= refuted & met
         free = _below(roots, zero)
     bare = any(
         node.name().startswith(("AddBackward", "SubBackward")) and node.next_functions[0][0] is None and _one(node)
