@@ -204,3 +204,19 @@ def test_norms_that_are_skipped_are_frozen_until_unwrap() -> None:
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     flowscope.unwrap(model)
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["1.norm.bias"]
+
+
+def test_keel_postln_is_refused_where_every_flow_has_two_sub_layers_at_most() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.layer(self.norm(x))
+
+    short, x = nn.Sequential(Block(), Block()), torch.randn(3, 5, 8)
+    with pytest.raises(FlowscopeError, match="nothing would change at 2 of 2 blocks"):
+        flowscope.wrap(short, mode="keel-postln", example_inputs=x)
+    assert not flowscope.is_wrapped(short)
+    flowscope.wrap(nn.Sequential(Block(), Block(), Block()), mode="keel-postln", example_inputs=x)

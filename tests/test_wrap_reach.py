@@ -361,3 +361,102 @@ def test_lists_of_none_beside_the_blocks() -> None:
             self.adapters = nn.ModuleList([None] * 4)  # type: ignore[list-item]
 
     assert len(find_sites(WithNone(), hidden())) == 8
+
+
+class Exchange(nn.Module):
+    """Two scales with a block of their own each; then each one's first token reads the other's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(nn.Sequential(Pair()) for _ in range(2))
+        self.across = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.fuse = nn.ModuleList(FirstToken() for _ in range(2))
+
+    def forward(self, scales: list[Tensor]) -> list[Tensor]:
+        own = [block(x) for block, x in zip(self.scales, scales, strict=True)]
+        first = [across(x[:, :1]) for across, x in zip(self.across, own, strict=True)]
+        both = [fuse(torch.cat((first[k], own[1 - k][:, 1:]), 1)) for k, fuse in enumerate(self.fuse)]
+        return [torch.cat((new, x[:, 1:]), 1) for new, x in zip(both, own, strict=True)]
+
+
+class FirstToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1] + self.branch(x).mean(1, keepdim=True)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Exchange() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [x, x.flip(1)]
+        for block in self.blocks:
+            scales = block(scales)
+        return torch.cat(scales, 1)
+
+
+@pytest.mark.parametrize(("mode", "options"), PRESERVING)
+def test_carries_that_are_mixed_in_a_block_are_found_inside_of_it(mode: str, options: dict[str, Any]) -> None:
+    model, x = Scales(), hidden()
+    expected = model(x)
+    assert len(find_sites(model, x)) == 2 * (2 * 2 + 2)
+    flowscope.wrap(model, mode, example_inputs=x, **options)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    perturb(model)
+    model(x).square().sum().backward()
+    assert all(
+        p.grad is not None and bool(p.grad.any()) for _, c in flowscope.connections(model) for p in c.parameters()
+    )
+
+
+def test_merges_of_an_inner_block_of_a_branch_stay_its_own() -> None:
+    class Outer(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Sequential(nn.LayerNorm(D), Pair(), Pair())  # type: ignore[assignment]
+
+    model = nn.Sequential(*(Outer() for _ in range(3)))
+    assert [s.module for s in find_sites(model, hidden())] == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_a_part_that_blocks_share_is_no_block_beside_them() -> None:
+    class Position(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x)
+
+    class With(Pair):
+        def __init__(self, position: Position) -> None:
+            super().__init__()
+            self.position = position
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.position(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = Position()
+            self.blocks = nn.ModuleList(With(self.position) for _ in range(3))
+            self.odd = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            for _ in range(3):
+                x = self.position(x)
+            return self.odd[1](self.odd[0](x))
+
+    model, x = Model(), hidden()
+    expected = model(x)
+    assert {s.path for s in find_sites(model, x)} == {f"blocks.{k}" for k in range(3)}
+    flowscope.wrap(model, "dhc", example_inputs=x)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ three rows, of 16 tokens with padding on the right, or of pictures of 32 by 32.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +30,9 @@ from transformers.models.auto import modeling_auto
 
 import flowscope
 from benchmarks.trials.case import padded
-from benchmarks.zoo import LARGEST, MAPPINGS, SIZES, build, logits_of, time_limit
+from benchmarks.zoo.images import with_operators
+from benchmarks.zoo.judging import time_limit
+from benchmarks.zoo.text import LARGEST, MAPPINGS, SIZES, build, logits_of
 
 TRIALS = "causality,samples,padding,recomputation,determinism,train_eval,saving,labels,loss_start"
 SECONDS = 60
@@ -200,16 +201,6 @@ def torchvision_model(name: str) -> Built:
         return F.cross_entropy(out if isinstance(out, Tensor) else out.logits, batch["labels"])
 
     return model, loss, image_batches(size)
-
-
-def with_operators() -> None:
-    """Let torchvision be imported beside a torch for which its operators are not built; classifiers need none."""
-    for name, arguments in (
-        ("nms", "Tensor dets, Tensor scores, float iou_threshold"),
-        ("qnms", "Tensor dets, Tensor scores, float iou_threshold"),
-    ):
-        with contextlib.suppress(RuntimeError):  # they are there
-            torch.library.define(f"torchvision::{name}", f"({arguments}) -> Tensor")
 
 
 def text_of(name: str, task: str, class_name: str) -> Built:

@@ -250,6 +250,10 @@ class Connection(nn.Module):
         """Whether the wrapped model computes at first what the plain one did; not, unless a rule says so."""
         return type(self).merge is Connection.merge
 
+    def unmade(self) -> str:
+        """Return why no site of this block becomes another than it was; "" where one does."""
+        return ""
+
     def function(self) -> dict[str, Any]:
         """Return what decides the function at given parameters, by name: saved and compared (JSON values)."""
         chosen = self.options.model_dump(mode="json", exclude={*self.options.starting})

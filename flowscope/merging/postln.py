@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,17 @@ class KeelPostLNConnection(Connection):
         self.outer = nn.ModuleDict(
             {str(k): _rms_norm(context) for k in range(self.sites) if self.outer_sites[k] and kinds[k] != "post"}
         )
+
+    def unmade(self) -> str:
+        """Say so where all are among a flow's first two sub-layers, whose norm before the branch is the block's own."""
+        made = any(self.outer_sites) or any(self.inner_sites)
+        return "" if made else f"the first {_PRE_NORM_SITES} sub-layers of a flow stay as they are"
+
+    @classmethod
+    def describe(cls, connections: Sequence[Any]) -> str:
+        """Say in how many blocks nothing changes."""
+        said = [why for c in connections if (why := c.unmade())]
+        return f"unchanged in {len(said)} of {len(connections)} blocks: {said[0]}" if said else ""
 
     def function(self) -> dict[str, Any]:
         """Alpha as it is: where it follows the depth, another depth has another."""

@@ -101,6 +101,7 @@ def put_in(
     while True:
         try:
             weave_plan(model, plan, rule, settings)
+            refuse_unmade(model)
             if trial is not None:
                 return plan, check_run(model, plan, trial)
             FirstForward.attach(model, plan.paths)
@@ -113,6 +114,18 @@ def put_in(
         except BaseException:
             take_out(model)
             raise
+
+
+def refuse_unmade(model: nn.Module) -> None:
+    """Raise where a mode would leave every site as it was."""
+    reasons = [connection.unmade() for _, connection in connections(model)]
+    if all(reasons):
+        mode = connections(model)[0][1].mode
+        raise FlowscopeError(
+            f"wrap(mode={mode!r}): nothing would change at {len(reasons)} of {len(reasons)} blocks: {reasons[0]}, and "
+            "no flow of this model is longer (flowscope.find_sites(model, example_inputs) shows the flows). "
+            "Use another mode, such as 'keel'."
+        )
 
 
 def take_out(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from flowscope.model.flows import find_flows
 from flowscope.model.hidden_state import feature_axis
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import Listing, display_path
-from flowscope.model.survey import further_blocks, holds, who_adds
+from flowscope.model.survey import further_blocks, holds, inner_blocks, who_adds
 from flowscope.model.tracing import INSIDE, TracedBlock, TracedSite, Traces, trace_block, unwrappable
 from flowscope.torch_internals import FunctionMode
 
@@ -223,6 +224,7 @@ def plan_sites(model: nn.Module, example_inputs: Any = None, where: Any = None) 
         try:
             trace = trace_model(model, blocks, call, run)
             trace, blocks = reach_on(model, trace, blocks, call, run, where)
+            trace, blocks = reach_in(model, trace, blocks, call, run)
         except FlowscopeError:
             raise
         except Exception as error:
@@ -272,6 +274,37 @@ def reach_on(
             again.traced |= {path: trace.traced[path] for path in kept if path in trace.traced and path not in found}
             trace = again
     return trace, blocks
+
+
+def reach_in(
+    model: nn.Module, trace: ModelTrace, blocks: dict[str, str], call: Call, run: nn.Module
+) -> tuple[ModelTrace, dict[str, str]]:
+    """Return a trace with the modules that merge inside of blocks in place of these, where that finds more merges."""
+    inside: dict[str, dict[str, str]] = {}
+    for path in blocks:
+        if wraps(trace, path):
+            sites = [site.module for carry in trace.traced[path].strict for site in carry.sites]
+            names = inner_blocks(sites, trace.traced[path].missed)
+            found = [f"{path}.{name}" if path else name for name in names]
+            inside[path] = {at: display_path(at.rpartition(".")[0]) or "network" for at in found}
+    further = {at: flow for found in inside.values() for at, flow in found.items()}
+    if not further:
+        return trace, blocks
+    again = trace_model(model, further, call, run)
+    for path, found in inside.items():
+        if count_sites(again, found) <= count_sites(trace, [path]):
+            further = {at: flow for at, flow in further.items() if at not in found}
+    if not further:
+        return trace, blocks
+    outside = {path: flow for path, flow in blocks.items() if not any(holds([path], at) for at in further)}
+    blocks = {**outside, **further}
+    return trace_model(model, blocks, call, run), blocks
+
+
+def count_sites(trace: ModelTrace, paths: Iterable[str]) -> int:
+    """Return how many sites some blocks have."""
+    traced = [trace.traced[path].strict for path in paths if path in trace.traced]
+    return sum(len(carry.sites) for carries in traced for carry in carries)
 
 
 def wraps(trace: ModelTrace, path: str) -> bool:

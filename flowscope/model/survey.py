@@ -37,8 +37,9 @@ def further_blocks(
 ) -> list[str]:
     """Return the modules to look at as blocks: the innermost that add, those tried before left out.
 
-    None inside a block that has sites (its inner merges are its branches' own), none that holds such a block. Of two
-    inside one another the one that adds more often. A class that merges once in a model that has blocks is incidental.
+    None inside a block that has sites (its inner merges are its branches' own, also where a shared module is called
+    from elsewhere too), none that holds such a block. Of two inside one another the one that adds more often. A class
+    that merges once in a model that has blocks is incidental.
 
     Args:
         model: of the paths.
@@ -47,9 +48,12 @@ def further_blocks(
         tried: what has been looked at.
     """
     count: Counter[str] = Counter()
+    inside = {id(module) for path in found for module in model.get_submodule(path).modules()}
     for stack in adds:
         owner = next((path for path in reversed(stack) if path not in tried), None)
-        if owner is None or holds(found, stack[-1]) or any(holds([owner], block) for block in found):
+        if owner is None or any(id(model.get_submodule(path)) in inside for path in stack):
+            continue
+        if any(holds([owner], block) for block in found):
             continue
         count[owner] += 1
     kinds: Counter[type] = Counter()
@@ -63,6 +67,22 @@ def further_blocks(
         if inner <= times and outer < sum(n for other, n in count.items() if holds([path], other)) and not alone:
             chosen.append(path)
     return [path for path in chosen if not any(holds([other], path) for other in chosen if other != path)]
+
+
+def inner_blocks(sites: Collection[str], missed: Collection[str]) -> list[str]:
+    """Return the modules to look at in place of the block around them, none where it adds itself.
+
+    A block whose outputs are mixed of several carries (two scales that exchange their class tokens) shows one of them
+    alone; where each merge is made in a module of its own, these are the blocks.
+
+    Args:
+        sites: modules, inside the block, of its sites.
+        missed: modules of the merges that are on no carry found.
+    """
+    owners = {*sites, *missed}
+    if not missed or "" in owners:
+        return []
+    return [path for path in dict.fromkeys((*sites, *missed)) if not holds(owners - {path}, path)]
 
 
 def holds(blocks: Collection[str], path: str) -> bool:

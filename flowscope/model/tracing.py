@@ -92,6 +92,7 @@ class Traces(NamedTuple):
 
     strict: tuple[TracedBlock, ...]
     believing: tuple[TracedBlock, ...]
+    missed: tuple[str, ...] = ()  # modules, inside the block, that merge outside branches and off these carries
 
 
 class Add(NamedTuple):
@@ -357,18 +358,21 @@ class Reading:
     Attributes:
         believing: whether every sum of two branches on the carry's path is taken for a projection.
         sums: those that were not, on the path from an output back.
+        taken: the nodes of the hits that are sites.
     """
 
     def __init__(self, trace: BlockTrace, believing: bool = False) -> None:
         self.trace, self.believing = trace, believing
         self.nodes, self.meetings, self.arguments = trace.nodes, trace.meetings, trace.arguments
         self.sums: list[Add] = []
+        self.taken: set[int] = set()
 
     def read(self, output: Any) -> tuple[TracedBlock, ...]:
         """Return the sites of the traced call that returned `output`, by the carry they are on."""
         chains = self.find_chains(output)
         if not chains:
             return (unwrappable(self.explain()),)
+        self.taken = {add.node for _, chain in chains for add in chain}
         own = {name for _, chain in chains for add in chain for name in add.modules}
         outer = functools.partial(outermost_outside, own)
         work: Counter[str] = Counter()
@@ -389,6 +393,17 @@ class Reading:
             changed, passed_by = self.overwritten(entry, chain), tuple(sorted(carriers.items()))
             found.append(TracedBlock(sites, argument, place, passed_by, tuple(sorted(quiet)), "", changed))
         return (found[0]._replace(left_out=left_out), *found[1:])
+
+    def missed(self) -> tuple[str, ...]:
+        """Return the modules of the identity merges that are no sites, those inside another one's branch left out."""
+        hits = [add for add in self.meetings.adds if add.kind == "identity"]
+        ways = [(add.ancestors[1 - (add.carry or 0)] & ~add.ancestors[add.carry or 0], add.carried) for add in hits]
+        return tuple(
+            add.modules[-1] if add.modules else ""
+            for add in hits
+            if add.node not in self.taken
+            and not any(branch >> add.node & 1 and is_ancestor(self.nodes.of(x), add.own) for branch, x in ways)
+        )
 
     def overwritten(self, entry: Tensor | None, chain: list[Add]) -> tuple[bool, ...]:
         """Return whether what the block held as carry was changed in place: the entry, then what each site made."""
@@ -559,4 +574,5 @@ def trace_block(
         output = forward(*args, **kwargs)
     reading = Reading(trace)
     strict = reading.read(output)
-    return output, Traces(strict, Reading(trace, believing=True).read(output) if reading.sums else strict)
+    believing = Reading(trace, believing=True).read(output) if reading.sums else strict
+    return output, Traces(strict, believing, reading.missed() if strict[0].sites else ())
