@@ -340,3 +340,21 @@ def test_an_argument_given_twice_is_no_operation() -> None:
     block = Mixes()
     assert trace_block(block, block.forward, (x, x, memory), {})[1].strict[0].sites == ()
     assert trace_block(block, block.forward, (x, x.clone(), memory), {})[1].strict[0].sites == ()
+
+
+def test_a_branch_whose_only_weight_is_a_view_is_a_branch() -> None:
+    """`x + scale.view(1, -1, 1) * (mean(x) - x)`, as pooling with layer scale in front of a convolution net's MLP."""
+
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Conv1d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + (x.mean(-1, keepdim=True) - x) * self.scale.view(1, -1, 1)
+            return x + self.layer(x)
+
+    model = nn.Sequential(*(Pool() for _ in range(3)))
+    assert [(s.path, s.kind) for s in find_sites(model, torch.randn(2, 4, 6))] == [
+        (str(k), "identity") for k in range(3) for _ in range(2)
+    ]

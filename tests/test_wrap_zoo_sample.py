@@ -32,7 +32,6 @@ def test_architecture(name: str, task: str, sites: int) -> None:
     assert len(found) == 1
     row, judged = found[0]
     judged()
-    assert row.expected == sites
     assert row.sites == dict.fromkeys(("dhc", "keel", "mhc"), sites)
     assert not row.broken
     assert not row.faults

@@ -38,13 +38,10 @@ def with_operators() -> None:
             torch.library.define(f"torchvision::{name}", f"({arguments}) -> Tensor")
 
 
-def smallest(names: list[str]) -> str:
-    """Return the model of a family whose name sounds smallest, else the first."""
-
-    def rank(name: str) -> tuple[int, int, str]:
-        return next((place for place, part in enumerate(SMALL) if part in name), len(SMALL)), len(name), name
-
-    return min(names, key=rank)
+def smallest(family: str, names: list[str]) -> str:
+    """Return the model that sounds smallest of those that bear their family's name, or of all."""
+    own = [name for name in names if name.startswith(family[:7])] or names
+    return min(own, key=lambda name: next((place for place, part in enumerate(SMALL) if part in name), len(SMALL)))
 
 
 def images(size: int) -> Inputs:
@@ -91,7 +88,7 @@ def rows(chosen: list[str]) -> Iterator[tuple[Row, Any]]:
         if not chosen or family in chosen:
             names = [name for name in timm.list_models(module=family) if not name.startswith("test_")]
             named = [name for name in names if name in chosen]
-            row = Row(named[0] if named else smallest(names), family)
+            row = Row(named[0] if named else smallest(family, names), family)
             yield row, functools.partial(judge, row, functools.partial(build, row), ("dhc", "keel"))
 
 

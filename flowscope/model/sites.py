@@ -34,7 +34,16 @@ from flowscope.model.hidden_state import feature_axis
 from flowscope.model.nested import nested_tensors
 from flowscope.model.plan import Listing, display_path
 from flowscope.model.survey import further_blocks, holds, inner_blocks, who_adds
-from flowscope.model.tracing import INSIDE, TracedBlock, TracedSite, Traces, trace_block, unwrappable
+from flowscope.model.tracing import (
+    ADDS,
+    INSIDE,
+    TracedBlock,
+    TracedSite,
+    Traces,
+    is_feature_tensor,
+    trace_block,
+    unwrappable,
+)
 from flowscope.torch_internals import FunctionMode
 
 ROUNDS = 4
@@ -180,6 +189,7 @@ class ModelTrace:
     runs: list[Run] = field(default_factory=list)
     # what code outside the blocks looked at, by id, and kept: a freed tensor's id would be given again
     seen_outside: dict[int, Tensor] = field(default_factory=dict)
+    adds_outside: bool = False
     output: Any = None
 
 
@@ -250,11 +260,11 @@ def refuse_unmatched(where: Any, blocks: dict[str, str]) -> None:
 def reach_on(
     model: nn.Module, trace: ModelTrace, blocks: dict[str, str], call: Call, run: nn.Module, where: Any
 ) -> tuple[ModelTrace, dict[str, str]]:
-    """Return a trace with further blocks, where some of those found by structure have no site: who else adds.
+    """Return a trace with further blocks, where some of those found by structure have no site, or others add.
 
-    That may be the module whose loop adds what its children return, or a block inside of one.
+    That may be the module whose loop adds what its children return, a block inside of one, or another class's.
     """
-    if blocks and all(wraps(trace, path) for path in blocks):
+    if blocks and not trace.adds_outside and all(wraps(trace, path) for path in blocks):
         return trace, blocks
     adds = who_adds(model, run, call)
     tried = set(blocks)
@@ -333,16 +343,19 @@ def candidate_blocks(model: nn.Module, where: Any = None) -> dict[str, str]:
 
 
 class OutsideUse(FunctionMode):
-    """Notes which tensors are used while no block runs."""
+    """Notes which tensors are used while no block runs, and whether two that could be carry and branch are added."""
 
     def __init__(self, seen: dict[int, Tensor]) -> None:
         super().__init__()
         self.seen = seen
         self.inside = 0
+        self.adds = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":
             self.seen.update({id(x): x for x in nested_tensors((args, kwargs or {}))})
+            two = args[:2] if func in ADDS else ()
+            self.adds |= len(two) == 2 and all(map(is_feature_tensor, two)) and two[0].shape == two[1].shape
         return func(*args, **(kwargs or {}))
 
 
@@ -375,6 +388,7 @@ def trace_model(model: nn.Module, blocks: dict[str, str], call: Call, run: nn.Mo
         args, kwargs = fresh(call)
         trace.output = run(*args, **kwargs)
     trace.seen_outside.update({id(x): x for x in nested_tensors(trace.output)})
+    trace.adds_outside = outside.adds
     return trace
 
 

@@ -323,12 +323,8 @@ class BlockTrace(FunctionMode):
             return output
         if "dropout" in name and output is inputs[0] and not kwargs.get("inplace"):
             return self.alias(output)  # in evaluation it is its input: told apart as above
-        passes_on = func in CASTS or adds_nothing(func, args)
-        if passes_on and output is not inputs[0]:
-            nodes.origins[id(output)] = nodes.origin_of(inputs[0])
-        if passes_on:
-            nodes.remember(output, nodes.of(inputs[0]), inputs)
-            return output
+        if func in CASTS or adds_nothing(func, args):
+            return self.pass_on(inputs[0], output)
         self.operations[tuple(self.modules)] += 1
         bit = 1 << nodes.count
         if func in ADDS and len(args) > 1 and all(isinstance(x, Tensor) for x in args[:2]):
@@ -343,6 +339,15 @@ class BlockTrace(FunctionMode):
         for x in outputs:
             nodes.remember(x, mask, inputs)
         nodes.count += 1
+        return output
+
+    def pass_on(self, came: Tensor, output: Tensor) -> Tensor:
+        """Return a cast, copy or view, at its origin's node; that of a parameter is one (layer scale of channels)."""
+        if output is not came:
+            self.nodes.origins[id(output)] = self.nodes.origin_of(came)
+        self.nodes.remember(output, self.nodes.of(came), [came])
+        if id(came) in self.parameters:
+            self.parameters.add(id(output))
         return output
 
     def alias(self, tensor: Tensor) -> Tensor:
