@@ -55,7 +55,7 @@ trials: $(VENV)/.ready-dev
 harm: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.harm --write
 
-# seeds of healthy programs judged by groups of good runs, and harmful changes: about 40 minutes on one core
+# seeds of healthy programs judged by groups of good runs, and harmful changes: about 15 minutes on one core
 corridor: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks.corridor --write docs/corridor.md
 
@@ -65,7 +65,7 @@ parting: $(VENV)/.ready-dev
 
 # mutants, published errors and reports, by every column: about 45 minutes on one core; what was trained is kept
 rivals: $(VENV)/.ready-dev
-	$(BIN)/python -m benchmarks.rivals
+	$(BIN)/python -m benchmarks.rivals --write docs/rivals.md
 
 # trainers and libraries, each in an environment of its own under .stacks: half an hour, most of it for installing
 stacks: $(VENV)/.ready-dev

@@ -86,9 +86,11 @@ def judged(path: str, reference: str) -> tuple[list[str], Departure | None]:
 
 def told(run: Run, group: Corridor, departure: Departure | None, steps: int) -> list[str]:
     """What there is to say of a run beside its group, line by line."""
-    from flowscope.corridor.detector import changes
+    from flowscope.corridor.detector import changes, stale
 
-    lines = [f"differs: {change}" for change in changes(group.header, run.header or RunHeader())]
+    headers = group.header, run.header or RunHeader()
+    old = stale(*headers)
+    lines = [*([old] if old else []), *(f"differs: {change}" for change in changes(*headers))]
     counts = f"{len(group.stacks)} metrics at {steps} steps, {group.runs} good runs"
     if departure is None:
         return [*lines, f"stays with its group ({counts})"]

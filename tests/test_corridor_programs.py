@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flowscope
-from benchmarks.corridor.__main__ import Pair, count_of
+from benchmarks.corridor.__main__ import PARTS, Pair, count_of, write
 from benchmarks.corridor.programs import BUILDERS, STEPS, train
 from benchmarks.corridor.runs import folder_of, kept
 from flowscope.corridor import Corridor, opened
@@ -133,6 +133,16 @@ def test_runs_are_kept_and_not_trained_again(tmp_path: Path, monkeypatch: pytest
     paths = {kept("layers", 3, "rate / 10", tmp_path) for _ in range(2)}
     assert paths == {folder_of("layers", 3, "rate / 10", tmp_path)}
     assert trained == [("layers", 3, "rate / 10")]
+
+
+def test_a_part_of_the_page_is_written_and_the_rest_left(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((Path(ROOT) / "docs" / "corridor.md").read_text(encoding="utf-8"), encoding="utf-8")
+    for name in PARTS:
+        write(page, name, f"the {name}")
+    told = page.read_text(encoding="utf-8")
+    assert told.index("\n\nthe good\n\n<!-- end of good -->") < told.index("\n\nthe changes\n\n<!-- end of changes -->")
+    assert "## What it does not tell" in told
 
 
 def test_words_are_counted() -> None:

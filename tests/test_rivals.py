@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.faults.numbers_seen import Probe, Weight
-from benchmarks.rivals import answers, harm, text
+from benchmarks.rivals import answers, harm, table, text
+from benchmarks.rivals.__main__ import SHELVES
 from benchmarks.rivals.components import component, labelled, written
 from benchmarks.rivals.loops import Loop
 from benchmarks.rivals.mutants import CLEAN, Mutant, mutants
@@ -21,6 +22,18 @@ from benchmarks.rivals.traincheck import TRAINCHECK
 from benchmarks.rivals.tuning import folder_of, tuned
 
 PROGRAMS = [one for shelf in (TRAINCHECK, REPORTS) for one in shelf.told.values() if one.build is not None]
+
+
+def test_a_part_of_the_page_is_written_and_the_rest_left(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((Path(__file__).parents[1] / "docs" / "rivals.md").read_text())
+    before = page.read_text()
+    for name in (*STUDENTS, *SHELVES):
+        table.write(page, name, [f"first of {name}", "second"])
+        begin, end = (mark.format(name) for mark in (table.BEGIN, table.END))
+        assert f"{begin}\n\nfirst of {name}\n\nsecond\n\n{end}" in page.read_text()
+    for heading in (line for line in before.splitlines() if line.startswith("#")):
+        assert heading in page.read_text()
 
 
 def test_held_out_windows_lie_in_each_tenth_block_alone() -> None:

@@ -1,24 +1,32 @@
-"""`python -m benchmarks.corridor [--write docs/corridor.md]`: train what is missing, judge, print the tables."""
+"""`python -m benchmarks.corridor [--parts good changes] [--write docs/corridor.md]`.
+
+Trains what is missing, judges, prints the tables.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
 from benchmarks.corridor import runs as kept_runs
 from benchmarks.corridor.programs import CHANGES, DEVELOPED, HELD_OUT
 from flowscope.corridor import Corridor, Departure
 from flowscope.sinks import Run, read_run
 
-BEGIN, END = "<!-- tables: written by python -m benchmarks.corridor -->", "<!-- end of tables -->"
-JUDGED = 4
+BEGIN, END = "<!-- {}: written by python -m benchmarks.corridor -->", "<!-- end of {} -->"
+JUDGED = 5
 """So many seeds of a program are judged by each of its groups."""
 SIZES = (5, 19)
-GROUPS = {5: 5, 19: 1}
+GROUPS = {5: 4, 19: 1}
 """Of each size so many a program: those of 19 are all the same but for the seeds they judge."""
 
 
@@ -51,12 +59,12 @@ def judged(program: str, seeds: Sequence[int], seed: int, change: str = "") -> P
     return Pair(program, corridor.runs, corridor.judge(run_of(program, seed, change).records))
 
 
-def healthy(programs: Sequence[str], runs: int, number: int) -> list[Pair]:
-    """Seeds of their own judged by groups of good runs; each `number` has another group and other seeds."""
+def healthy(program: str, runs: int, number: int) -> list[Pair]:
+    """Seeds judged by a group of others; each `number` has another group and other seeds."""
     known = list(range(kept_runs.SEEDS))
     turned = known[-JUDGED * (number + 1) :] + known[: -JUDGED * (number + 1)]
     seeds, rest = turned[:JUDGED], turned[JUDGED:]
-    return [judged(program, rest[:runs], seed) for program in programs for seed in seeds]
+    return [judged(program, rest[:runs], seed) for seed in seeds]
 
 
 def changed(program: str, runs: int) -> Iterator[tuple[str, list[Pair]]]:
@@ -76,14 +84,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def rates(programs: Sequence[str]) -> str:
     """False alarms of good runs: stated and measured."""
+    pairs = [
+        pair for one in programs for runs in SIZES for n in range(GROUPS[runs]) for pair in healthy(one, runs, n)
+    ]  # program by program, so that each run is read once
     rows = []
     for runs in SIZES:
-        said = [pair.word for number in range(GROUPS[runs]) for pair in healthy(programs, runs, number)]
+        said = [pair.word for pair in pairs if pair.runs == runs]
         rows.append(
             [str(runs), "note or warning", f"1/{runs + 1} = {1 / (runs + 1):.3f}", share(said, ("note", "warning"))]
         )
         rows.append([str(runs), "warning", "0.010", share(said, ("warning",))])
-    return table(["good runs", "said", "stated, at most", "measured"], rows)
+    loud = [f"{one.program} by {one.runs} ({place_of([one])})" for one in pairs if one.word == "warning"]
+    told = f"Warnings: {'; '.join(loud) or 'none'}."
+    return "\n\n".join([table(["good runs", "said", "stated, at most", "measured"], rows), told])
 
 
 def share(said: Sequence[str], words: Sequence[str]) -> str:
@@ -127,34 +140,47 @@ def total(programs: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def report() -> str:
+def good_runs() -> Iterator[str]:
+    yield (
+        f"**Good runs**: {JUDGED} seeds of {len(HELD_OUT)} programs that no number was chosen on, each judged by a "
+        "group of its program:"
+    )
+    yield rates(HELD_OUT)
+
+
+def changed_runs() -> Iterator[str]:
     developed, others = [[name for name in CHANGES if (name in DEVELOPED) == known] for known in (True, False)]
-    return "\n\n".join(
-        [
-            f"**Good runs**: {JUDGED} seeds of {len(HELD_OUT)} programs that no number was chosen on, each judged by a "
-            "group of its program:",
-            rates(HELD_OUT),
-            f"**Changes**, held out ({', '.join(others)}): {total(others)}.",
-            powers(others),
-            f"**Changes**, looked at while the rules were made ({', '.join(developed)}): {total(developed)}.",
-            powers(developed),
-        ]
+    yield f"**Changes**, held out ({', '.join(others)}): {total(others)}."
+    yield powers(others)
+    yield f"**Changes**, looked at while the rules were made ({', '.join(developed)}): {total(developed)}."
+    yield powers(developed)
+
+
+PARTS = {"good": good_runs, "changes": changed_runs}
+"""The parts of the page, each between marks of its name."""
+
+
+def write(page: Path, name: str, text: str) -> None:
+    """Put one part between its marks on a page."""
+    begin, end = (mark.format(name) for mark in (BEGIN, END))
+    told = f"{begin}\n\n{text}\n\n{end}"
+    known = page.read_text(encoding="utf-8")
+    page.write_text(
+        re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: told, known, flags=re.S), encoding="utf-8"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.corridor", description=__doc__)
     parser.add_argument("--write", type=Path, help="the page whose tables are rewritten")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="the others stay as they are")
     options = parser.parse_args()
-    kept_runs.main()
-    text = report()
-    print(text)
-    if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        told = f"{BEGIN}\n\n{text}\n\n{END}"
-        options.write.write_text(
-            re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: told, page, flags=re.S), encoding="utf-8"
-        )
+    torch.set_num_threads(1)
+    for name in options.parts:
+        text = "\n\n".join(PARTS[name]())
+        print(text, end="\n\n", flush=True)
+        if options.write:
+            write(options.write, name, text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.rivals [--minutes N] [--train] [--columns PART ...] [--write PAGE]`: see the package."""
+"""`python -m benchmarks.rivals [--minutes N] [--train] [--students NAME ...] [--shelves NAME ...] [--write PAGE]`.
+
+See the package; a part that is not asked for stays on the page as it is.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,18 @@ from benchmarks.rivals.traincheck import TRAINCHECK
 from benchmarks.rivals.tuning import tuned
 
 UNFINISHED = 3
+SHELVES = {"traincheck": TRAINCHECK, "reports": REPORTS}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop training then, with status 3")
-    parser.add_argument("--train", action="store_true", help="make the runs, and judge nothing")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of --train: stop then, with status 3")
+    parser.add_argument(
+        "--train", action="store_true", help="make the runs, and judge nothing; else each is made as it is asked for"
+    )
     parser.add_argument("--columns", nargs="*", help="parts of the names of the columns to ask; default: all")
     parser.add_argument("--students", nargs="*", default=list(STUDENTS))
+    parser.add_argument("--shelves", nargs="*", default=list(SHELVES), help="programs of published reports")
     parser.add_argument("--write", type=Path, help="the page whose tables are rewritten")
     return parser.parse_args()
 
@@ -41,6 +48,8 @@ def jobs(names: list[str]) -> Iterator[Callable[[], object]]:
     for student in (STUDENTS[name] for name in names):
         for mutant in mutants(student):
             yield lambda student=student, mutant=mutant: harm.verdict(student, mutant)
+        for mutant in harmful(student):
+            yield lambda student=student, mutant=mutant: tuned(student, mutant, 0, watched=True)
         for seed in (*GOOD, *CLEAN_SEEDS):
             yield lambda student=student, seed=seed: tuned(student, CLEAN, seed, watched=True)
 
@@ -55,37 +64,32 @@ def train(names: list[str], minutes: float) -> bool:
     return True
 
 
-def judged(names: list[str], columns: list[str]) -> Iterator[str]:
-    """Yield the tables."""
+def judged(names: list[str], shelves: list[str], columns: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the tables of each part."""
     for student in (STUDENTS[name] for name in names):
-        yield table.counted(student, harm.verdicts(student))
         counting = harmful(student)
         truth = truths(student, counting)
         scores = {column: score(student, column, counting, truth) for column in columns}
-        yield table.of_student(student, scores)
-        yield table.singly(scores)
-    for shelf in (TRAINCHECK, REPORTS):
-        told = [one for one in shelf.told.values() if not one.reason]
+        counts = table.counted(student, harm.verdicts(student))
+        yield student.name, [counts, table.of_student(student, scores), table.singly(scores)]
+    for name in shelves:
+        told = [one for one in SHELVES[name].told.values() if not one.reason]
         answers = {one.name: (programs.asked(one, True), programs.asked(one, False)) for one in told}
-        yield table.of_shelf(shelf, answers)
+        yield name, [table.of_shelf(SHELVES[name], answers)]
 
 
 def main() -> int:
     options = parse()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if not train(options.students, options.minutes):
-        return UNFINISHED
     if options.train:
-        return 0
+        return 0 if train(options.students, options.minutes) else UNFINISHED
     parts = options.columns or [""]
     columns = [name for name in COLUMNS if any(part in name for part in parts)]
-    tables = []
-    for part in judged(options.students, columns):
-        tables.append(part)
-        print(part, end="\n\n", flush=True)
-    if options.write:
-        table.write(options.write, tables)
+    for name, tables in judged(options.students, options.shelves, columns):
+        print(*tables, sep="\n\n", end="\n\n", flush=True)
+        if options.write:
+            table.write(options.write, name, tables)
     return 0
 
 

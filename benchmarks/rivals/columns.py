@@ -30,9 +30,15 @@ FIRST_STEPS = 4
 """Paired records need no more: a mutant is one from the first step."""
 
 
+def watched(student: Student, mutant: Mutant, seed: int) -> Path:
+    """Return the folder of a run with its records and probes; made where it is not there."""
+    tuned(student, mutant, seed, watched=True)
+    return folder_of(student, mutant, seed)
+
+
 def limits(student: Student) -> Column:
     """`flowscope.watch` at its defaults."""
-    return lambda mutant, seed: answers.limits(folder_of(student, mutant, seed))
+    return lambda mutant, seed: answers.limits(watched(student, mutant, seed))
 
 
 def check(student: Student) -> Column:
@@ -49,8 +55,8 @@ def check(student: Student) -> Column:
 
 def corridor(student: Student, runs: int, notes: bool = False) -> Column:
     """A group of clean runs of other seeds."""
-    group = answers.group_of([folder_of(student, CLEAN, seed) for seed in GOOD[:runs]])
-    return lambda mutant, seed: answers.corridor(group, folder_of(student, mutant, seed), notes=notes)
+    group = answers.group_of([watched(student, CLEAN, seed) for seed in GOOD[:runs]])
+    return lambda mutant, seed: answers.corridor(group, watched(student, mutant, seed), notes=notes)
 
 
 def paired(student: Student) -> Column:
@@ -70,7 +76,7 @@ def paired(student: Student) -> Column:
 
 def ruled(student: Student, name: str) -> Column:
     """A published rule set."""
-    return lambda mutant, seed: published.ruled(name, probes(folder_of(student, mutant, seed)), STEPS)
+    return lambda mutant, seed: published.ruled(name, probes(watched(student, mutant, seed)), STEPS)
 
 
 def deepfd(student: Student) -> Column:
@@ -79,12 +85,12 @@ def deepfd(student: Student) -> Column:
     for other in STUDENTS.values():
         if other != student:
             harmful = [one for one, verdict in harm.verdicts(other).items() if verdict == "harmful"]
-            clean = [folder_of(other, CLEAN, seed) for seed in GOOD]
-            folders = [*(folder_of(other, one, 0) for one in harmful), *clean]
+            clean = [watched(other, CLEAN, seed) for seed in GOOD]
+            folders = [*(watched(other, one, 0) for one in harmful), *clean]
             runs += [probes(folder) for folder in folders]
             faulty += [True] * len(harmful) + [False] * len(clean)
     judge = published.DeepFD(runs, faulty)
-    return lambda mutant, seed: judge(probes(folder_of(student, mutant, seed)))
+    return lambda mutant, seed: judge(probes(watched(student, mutant, seed)))
 
 
 def own(student: Student) -> Column:

@@ -20,8 +20,8 @@ VERDICTS = ("harmful", "harmless", "without effect", "without a result", "not pl
 def verdict(student: Student, mutant: Mutant, root: Path = FOLDER) -> str:
     """Return one of `VERDICTS`, training what is not there."""
     for seed in SEEDS:
-        clean = tuned(student, CLEAN, seed, watched=seed == 0, root=root)
-        run = tuned(student, mutant, seed, watched=seed == 0, root=root)
+        clean = tuned(student, CLEAN, seed, watched=False, root=root)
+        run = tuned(student, mutant, seed, watched=False, root=root)
         if "error" in run:
             return "not placed" if "found no" in run["error"] or "swappable" in run["error"] else "without a result"
         if not finite(run):

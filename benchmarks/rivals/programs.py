@@ -1,7 +1,7 @@
 """The programs of published reports, asked every way that applies to one.
 
-`limits`, `paired` and `corridor` look at kept runs: the faulty one, its twin of the same seed, and twins of five other
-seeds. A place is not asked for: what is wrong differs too much between them.
+`limits` and `paired` look at kept runs: the faulty one and its twin of the same seed. A place is not asked for: what is
+wrong differs too much between them.
 """
 
 from __future__ import annotations

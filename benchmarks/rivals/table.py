@@ -14,7 +14,8 @@ from benchmarks.rivals.mutants import Mutant
 from benchmarks.rivals.score import Score
 from benchmarks.rivals.students import Student
 
-BEGIN, END = "<!-- tables: written by python -m benchmarks.rivals --write -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- {}: written by python -m benchmarks.rivals --write -->", "<!-- end of {} -->"
+"""Around each part of the page: a student by its name, `traincheck`, `reports`."""
 HELD_OUT = "bert"
 """Of this student, no single answer was looked at before the score that is called first."""
 
@@ -91,8 +92,8 @@ def word(answer: Answer) -> str:
     return f"{answer.metric}, step {answer.step}" if answer.metric else answer.words
 
 
-def write(page: Path, tables: Sequence[str]) -> None:
-    """Put the tables between the marks of a page."""
-    text = page.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(tables) + f"\n\n{END}{after}")
+def write(page: Path, name: str, tables: Sequence[str]) -> None:
+    """Put the tables of one part between its marks on a page; what else stands there is left alone."""
+    text, (begin, end) = page.read_text(), (mark.format(name) for mark in (BEGIN, END))
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text("\n\n".join([f"{before}{begin}", *tables, f"{end}{after}"]))

@@ -28,9 +28,10 @@ equal: the rate holds. (An alert asks for a little more than the proof: one numb
 
 **Below 1/(N + 1).** Five runs certify 1 in 6, nineteen 1 in 20, and no more without an assumption. The model assumed
 is that logarithms of whole-run scores are normal (`Bounds.chance_of`): the new run's, less the good runs' mean, over
-their standard deviation, follows Student's t with N - 1 degrees of freedom. It is a model; how often it is wrong was
-measured on programs that had no part in choosing it (docs/corridor.md). A run that parts is a warning where the
-chance it states is `RATE` or less, by N alone or by the model as well; else it is a note.
+their standard deviation, follows Student's t. Few runs know their own spread badly, so their variance counts together
+with a usual one of .5 squared, worth four runs, and t has N + 3 degrees of freedom. It is a model; how often it is
+wrong was measured on programs that had no part in choosing it (docs/corridor.md). A run that parts is a warning where
+the chance it states is `RATE` or less, by N alone or by the model as well; else it is a note.
 """
 
 from flowscope.corridor.departure import Departure

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowscope.corridor.curves import PHASES
+from flowscope.corridor.tournament import freedom
 from flowscope.detectors.rows import labels_of
 from flowscope.records import FlowLayout, Record, RunHeader
 
@@ -107,7 +108,8 @@ class Departure:
         sure = f"1 of {self.runs + 1} good runs does so at most"
         if self.certified <= RATE:
             return sure
-        return f"{sure}; by the model (log scores normal, t with {self.runs - 1} degrees of freedom) {self.chance:.1g}"
+        model = f"log scores normal, t with {freedom(self.runs)} degrees of freedom"
+        return f"{sure}; by the model ({model}) {self.chance:.1g}"
 
 
 def depth_of(where: str, flows: Sequence[FlowLayout]) -> float:

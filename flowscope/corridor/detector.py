@@ -15,7 +15,7 @@ from flowscope.corridor.group import Corridor, read_group, runs_below
 from flowscope.detectors.detector import Detector, Finding
 from flowscope.errors import FlowscopeError
 from flowscope.parting.differences import differences
-from flowscope.records import Record, RunHeader, Severity
+from flowscope.records import Record, RunHeader, Severity, few
 from flowscope.sinks.jsonl import FILE_NAME
 
 
@@ -66,6 +66,17 @@ def changes(good: RunHeader, header: RunHeader) -> list[str]:
     names = dict.fromkeys((*good.environment, *header.environment))
     versions = {name: (good.environment.get(name, "none"), header.environment.get(name, "none")) for name in names}
     return [f"{name}: {before} -> {now}" for name, (before, now) in versions.items() if before != now]
+
+
+def stale(good: RunHeader, header: RunHeader) -> str:
+    """A sentence where good runs were made with other versions of packages than a run; "" where with the same."""
+    before, now = ({**one.environment, **one.setup.get("packages", {})} for one in (good, header))
+    other = [
+        f"{name} {version}, now {now[name]}" for name, version in before.items() if now.get(name, version) != version
+    ]
+    if not other:
+        return ""
+    return f"stale: the good runs were made with {few(other)}; make them anew where the new version is meant to stay"
 
 
 def is_group(reference: str | Path) -> bool:

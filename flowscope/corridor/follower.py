@@ -39,7 +39,7 @@ class Follower:
         recent = self._recent(self.table.values_of(record), line.number)
         for window, centre, unit in zip(WINDOWS, line.centre, line.unit, strict=True):
             with np.errstate(invalid="ignore"):
-                found = np.abs(recent[-window:].mean(axis=0) - centre) * unit
+                found = np.abs(np.maximum(recent[-window:].mean(axis=0) - centre, self.table.lowest)) * unit
                 times = self.bounds.beyond(found)
             if bool((times > 1).any()):  # what is NaN was not seen, and is beyond nothing
                 for stack, rows in zip(self.table.stacks, self.table.rows, strict=True):

@@ -99,7 +99,7 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 def _grains(stack: Stack) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Centre [K, R], grain [R], and how many grains each run lies off the centre, [N, K, R]."""
-    centre, scale = usual(stack.values, stack.unit)
+    centre, scale = usual(stack.values, stack.unit, stack.in_logs)
     seen = np.isfinite(scale)
     sizes = np.where(seen, scale, 0.0).sum(axis=0) / np.maximum(seen.sum(axis=0), 1)
     grain = np.where(sizes > 0, GRAIN * sizes, 1.0).astype(np.float32)

@@ -5,6 +5,8 @@ Axis letters: N runs, K steps, R rows.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from flowscope.records import Array
@@ -14,11 +16,22 @@ STEADY = 0.02
 counts and shares are 0 in most runs, and one dead unit in another is no fault."""
 BESIDE = 1
 """A step's variance is pooled with so many steps on either side."""
+LOWEST = -math.log(5)
+"""A logarithm counts as no farther below the centre than that of a fifth: that of a number which passes zero (the norm
+of a bias that has one entry, a largest logit) has no lower end, and few runs do not show how long that tail is."""
 PRIOR = 4.0
 """The variance of all steps counts as so many further numbers in each step's."""
 
 
-def usual(values: Array, unit: float | None = None) -> tuple[Array, Array]:
+def away(values: Array, centre: Array, in_logs: bool) -> Array:
+    """How far values [..., K, R] lie from a centre [K, R]; logarithms `LOWEST` at the least."""
+    off: Array = values - centre
+    if in_logs:
+        off = np.maximum(off, LOWEST)
+    return off
+
+
+def usual(values: Array, unit: float | None = None, in_logs: bool = False) -> tuple[Array, Array]:
     """Centre and scale of a group of runs.
 
     The centre is the median over runs. A variance of so few runs says little, so it is pooled: s^2(k, r) is the product
@@ -28,6 +41,7 @@ def usual(values: Array, unit: float | None = None) -> tuple[Array, Array]:
     Args:
         values: [N, K, R], N >= 2; NaN where a run did not see a row.
         unit: what `STEADY` is a share of; None: the largest centre.
+        in_logs: whether the values are logarithms.
 
     Returns:
         centre and scale, both [K, R]; the scale is infinite where a run is missing, so that nothing lies far off there.
@@ -35,7 +49,8 @@ def usual(values: Array, unit: float | None = None) -> tuple[Array, Array]:
     runs = values.shape[0]
     ordered = np.sort(values, axis=0)  # seven times faster than np.median of few
     with np.errstate(invalid="ignore"):
-        centre, variance = (ordered[(runs - 1) // 2] + ordered[runs // 2]) / 2, values.var(axis=0, ddof=1)
+        centre: Array = (ordered[(runs - 1) // 2] + ordered[runs // 2]) / 2
+        variance = away(values, centre, in_logs).var(axis=0, ddof=1)
     seen = np.isfinite(values).all(axis=0)
     if not seen.any():
         return centre, np.full_like(centre, np.inf)

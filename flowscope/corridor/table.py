@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flowscope.backdrop import LOSS
 from flowscope.corridor.curves import Stack, joined_rows, logs_of
+from flowscope.corridor.spread import LOWEST
 from flowscope.corridor.tournament import WINDOWS, Judge
 from flowscope.records import Array, Record
 
@@ -39,6 +40,7 @@ class Table:
         stacks: the metrics.
         rows: which of the F numbers are theirs.
         size: F.
+        lowest: how far a number lies below its centre at the most, [F].
         lines: step -> what its numbers are compared with.
     """
 
@@ -47,6 +49,9 @@ class Table:
         ends = np.cumsum([0, *(stack.values.shape[2] for stack in self.stacks)])
         self.rows = [slice(int(start), int(end)) for start, end in pairwise(ends)]
         self.size = int(ends[-1])
+        self.lowest = np.concatenate(
+            [np.full(s.values.shape[2], LOWEST if s.in_logs else -np.inf) for s in self.stacks]
+        )
         steps = sorted({step for stack in self.stacks for step in stack.steps})
         self.lines = {step: self._line(step, list(judges.values())) for step in steps}
 

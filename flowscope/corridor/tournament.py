@@ -13,15 +13,18 @@ import numpy as np
 from scipy.special import ndtri, stdtr  # scipy.stats takes a second to import
 
 from flowscope.corridor.curves import Stack
-from flowscope.corridor.spread import trailing, usual
+from flowscope.corridor.spread import away, trailing, usual
 from flowscope.records import Array
 
 WINDOWS = (1, 4)
 """A metric is judged step by step, and by its means over the last four: what is a little off for long is off."""
 QUIET = 0.05
 """The farthest deviation of a metric is taken to be no less than a normal variable's that is exceeded so often."""
-LEAST_SCORE, LEAST_SPREAD = 0.1, 0.15
-"""Good runs score at least this, and their scores differ by 15 % at least: few of them may happen to be alike."""
+LEAST_SCORE = 0.1
+"""Good runs score at least this: few of them may happen to be alike."""
+USUAL_SPREAD, USUAL_RUNS = 0.5, 4
+"""The deviation of log scores that is assumed before any run is seen, worth so many runs. In most recipes it is .2 to
+.4; the tail above is longer than a normal variable's, which this has to make up for."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,16 @@ def judge_of(stack: Stack, window: int) -> Judge | None:
     runs = values.shape[0]
     if not values.shape[1] or not np.isfinite(values).all(axis=0).any():
         return None
-    centres, units = zip(
-        *(_unit(np.delete(values, left_out, axis=0), stack.unit) for left_out in range(runs)), strict=True
-    )
+    centres, units = zip(*(_unit(np.delete(values, left_out, axis=0), stack) for left_out in range(runs)), strict=True)
     return Judge(stack, window, np.stack(centres), np.stack(units))
 
 
-def _unit(values: Array, size: float | None) -> tuple[Array, Array]:
+def _unit(values: Array, stack: Stack) -> tuple[Array, Array]:
     """Centre [K, R] of a group and one over what counts as a deviation of 1 there."""
     runs = values.shape[0]
-    centre, scale = usual(values, size)
+    centre, scale = usual(values, stack.unit, stack.in_logs)
     with np.errstate(invalid="ignore"):
-        off = np.abs(values - centre) / scale
+        off = np.abs(away(values, centre, stack.in_logs)) / scale
     # a run that is no member lies farther from the centre than the members do
     farthest = float(np.nanmax(off, initial=0.0)) * math.sqrt((runs + 1) / (runs - 1))
     numbers = max(int(np.isfinite(scale).sum()), 1)
@@ -71,9 +72,14 @@ def whole_score(judges: Sequence[Judge], run: int) -> float:
     for judge in judges:
         values = trailing(judge.stack.values[run], judge.window)
         with np.errstate(invalid="ignore"):
-            off = np.abs(values - judge.centre[run]) * judge.unit[run]
+            off = np.abs(away(values, judge.centre[run], judge.stack.in_logs)) * judge.unit[run]
         score = max(score, float(np.nan_to_num(off, nan=0.0, posinf=0.0).max()))
     return score
+
+
+def freedom(runs: int) -> int:
+    """The degrees of freedom of the model for so many good runs."""
+    return runs - 1 + USUAL_RUNS
 
 
 @dataclass
@@ -85,7 +91,8 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self.of_good = np.maximum(self.of_good, LEAST_SCORE)
-        self.spread = max(float(np.log(self.of_good).std(ddof=1)), LEAST_SPREAD)
+        own, known = len(self.of_good) - 1, float(np.log(self.of_good).var(ddof=1))
+        self.spread = math.sqrt((own * known + USUAL_RUNS * USUAL_SPREAD**2) / (own + USUAL_RUNS))
 
     def beyond(self, scores: Array) -> Array:
         """How many times as far off as the nearest good run's bound, [...]; more than 1: certified.
@@ -99,10 +106,10 @@ class Bounds:
     def chance_of(self, scores: Array) -> float:
         """The model: logarithms of whole-run scores are normal, so that those of one more run follow Student's t.
 
-        With N - 1 degrees of freedom, the good runs' mean and standard deviation, and sqrt(1 + 1/N) for the mean's own
-        error.
+        With the good runs' mean, sqrt(1 + 1/N) for the mean's own error, their variance moderated by what is usual
+        (`USUAL_SPREAD`), and N - 1 + `USUAL_RUNS` degrees of freedom.
         """
         runs = len(self.of_good)
         with np.errstate(divide="ignore"):
             above = float(np.median(np.log(scores)) - np.log(self.of_good).mean())
-        return float(stdtr(runs - 1, -above / (self.spread * math.sqrt(1 + 1 / runs))))
+        return float(stdtr(freedom(runs), -above / (self.spread * math.sqrt(1 + 1 / runs))))
