@@ -1,14 +1,19 @@
-"""The adapters of stable-baselines3, fastai, skorch, Keras and MONAI: the real package trains, one step in a record.
+"""The adapters of stable-baselines3, fastai, skorch, Keras and MONAI: one step in a record.
 
-Each test is skipped where its package is not installed; `make stacks` runs them in an environment of their own each.
+Each test runs twice: on a stand-in that makes the calls of the package (`stand_ins/`), and on the package itself where
+it is installed. CONTRACTS is what each package was seen to call, and both are held to it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import logging
-import os
 import pickle
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,103 @@ from flowscope.detectors import Detector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS, D, K = 32, 6, 3
+
+
+Use = Callable[[str], Any]
+
+CONTRACTS = {
+    "skorch": [
+        "on_train_begin module_ optimizer_",
+        "on_batch_end module_ optimizer_ training=True loss y_pred x8",
+        "on_train_end module_ optimizer_",
+    ],
+    "fastai": [
+        "before_fit",
+        "before_train",
+        "after_batch training=True",
+        "after_step training=True loss=0",
+        "after_batch training=True x2",
+        "after_step training=True loss=0",
+        "after_batch training=True",
+        "after_batch training=False x2",
+        "before_train",
+        "after_batch training=True",
+        "after_step training=True loss=0",
+        "after_batch training=True x2",
+        "after_step training=True loss=0",
+        "after_batch training=True",
+        "after_batch training=False x2",
+        "after_fit",
+        "before_fit",
+        "before_train",
+        "after_batch training=True",
+        "after_fit",
+        "before_fit",
+        "after_batch training=False x2",
+        "after_fit",
+    ],
+    "keras": [
+        "on_train_begin ['hidden0', 'hidden1'] built=True",
+        "named_modules 0",
+        "variables [['hidden0/kernel', 'hidden0/bias'], ['hidden1/kernel', 'hidden1/bias']] True",
+        "on_epoch_begin",
+        "on_train_batch_end count=16.0 total=0",
+        "on_train_batch_end count=32.0 total=0",
+        "on_epoch_begin",
+        "on_train_batch_end count=16.0 total=0",
+        "on_train_batch_end count=32.0 total=0",
+        "on_train_end",
+    ],
+    "stable_baselines3": [
+        "start True delay=1",
+        "rollout []",
+        "step x5",
+        "rollout ['train/policy_loss']",
+        "step x5",
+        "end",
+        "start ['critic', 'actor'] delay=2",
+        "rollout []",
+        "step",
+        "rollout []",
+        "step",
+        "rollout ['train/critic_loss']",
+        "step",
+        "end",
+    ],
+    "monai": [
+        "attach network=False",
+        "started ['network', 'optimizer', 'scaler'] iteration=0",
+        "completed list of 2, loss=True x3",
+    ],
+}
+"""Events in their order, with what is there to read; `xN` behind what came N times in a row."""
+
+
+@pytest.fixture(params=["stand-in", "real"])
+def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
+    """Gives the package, or puts its stand-in where the adapter will import it from."""
+    adapters: list[str] = []
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+
+    def get(name: str) -> Any:
+        if request.param == "real":
+            return pytest.importorskip(name)
+        adapters.append(f"flowscope.integrations.{name}")
+        sys.modules.pop(adapters[-1], None)
+        for path, held in importlib.import_module(f"stand_ins.{name}").MODULES.items():
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+            vars(sys.modules[path]).update(held)
+        return sys.modules[name]
+
+    yield get
+    for path in adapters:
+        sys.modules.pop(path, None)
+
+
+def runs(events: list[str]) -> list[str]:
+    """What follows itself, once."""
+    counted = [(event, len(list(same))) for event, same in itertools.groupby(events)]
+    return [event if count == 1 else f"{event} x{count}" for event, count in counted]
 
 
 def data() -> tuple[Any, Any]:
@@ -41,8 +143,8 @@ def products(scope: Any) -> list[Any]:
     return [values for key, values in record.metrics.items() if key.startswith("gradient_product")]
 
 
-def test_skorch() -> None:
-    skorch = pytest.importorskip("skorch")
+def test_skorch(use: Use) -> None:
+    skorch = use("skorch")
     from flowscope.integrations.skorch import FlowscopeCallback
 
     x, y = data()
@@ -76,8 +178,8 @@ class Always(Detector):
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_fastai(own: bool, accumulated: int) -> None:
-    pytest.importorskip("fastai")
+def test_fastai(use: Use, own: bool, accumulated: int) -> None:
+    use("fastai")
     from fastai.callback.training import GradientAccumulation
     from fastai.data.core import DataLoaders
     from fastai.data.load import DataLoader
@@ -107,11 +209,12 @@ def test_fastai(own: bool, accumulated: int) -> None:
     assert [record.step for record in watcher.scope.records] == list(range(steps))
     assert all(record.loss is not None for record in watcher.scope.records)
     assert no_warning(watcher.scope)
+    watched.validate()  # has the events of a fit
+    assert len(watcher.scope.records) == steps
 
 
-def test_keras() -> None:
-    os.environ.setdefault("KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
+def test_keras(use: Use) -> None:
+    keras = use("keras")
     from flowscope.integrations.keras import FlowscopeCallback
 
     x, y = data()
@@ -147,8 +250,8 @@ def test_keras() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", "A2C", "DQN", "SAC", "TD3"])
-def test_stable_baselines3(algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
-    sb3 = pytest.importorskip("stable_baselines3")
+def test_stable_baselines3(use: Use, algorithm: str, caplog: pytest.LogCaptureFixture) -> None:
+    sb3 = use("stable_baselines3")
     from flowscope.integrations.stable_baselines3 import FlowscopeCallback
 
     environment = "Pendulum-v1" if algorithm in ("SAC", "TD3") else "CartPole-v1"
@@ -172,10 +275,11 @@ def test_stable_baselines3(algorithm: str, caplog: pytest.LogCaptureFixture) -> 
     assert "no finite gradient" not in watcher.scope.summary()
 
 
-def test_monai() -> None:
+def test_monai(use: Use) -> None:
     pytest.importorskip("ignite")
-    engines = pytest.importorskip("monai.engines")
+    use("monai")
     from monai.data import DataLoader, Dataset
+    from monai.engines import SupervisedTrainer
 
     from flowscope.integrations.monai import FlowscopeHandler
 
@@ -183,7 +287,7 @@ def test_monai() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Tanh()) for _ in range(3)])
     rows = [{"image": torch.randn(1, 8, 8), "label": torch.zeros(1, 8, 8)} for _ in range(8)]
     handler = FlowscopeHandler(every=1)
-    trainer = engines.SupervisedTrainer(
+    trainer = SupervisedTrainer(
         device=torch.device("cpu"),
         max_epochs=3,
         train_data_loader=DataLoader(Dataset(rows), batch_size=4),
@@ -196,3 +300,174 @@ def test_monai() -> None:
     assert [record.step for record in handler.scope.records] == list(range(6))
     assert all(record.loss is not None for record in handler.scope.records)
     assert no_warning(handler.scope)
+
+
+# -- the contracts
+
+
+def story_of_skorch(skorch: Any) -> list[str]:
+    from skorch.callbacks import Callback
+
+    seen: list[str] = []
+
+    class Spy(Callback):
+        def tell(self, event: str, net: Any, *names: str) -> None:
+            seen.append(" ".join([event, *(name for name in ("module_", "optimizer_") if hasattr(net, name)), *names]))
+
+        def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **given: Any) -> None:
+            self.tell("on_train_begin", net)
+
+        def on_batch_end(self, net: Any, batch: Any = None, training: Any = None, **given: Any) -> None:
+            self.tell("on_batch_end", net, f"{training=}", *sorted(given))
+
+        def on_train_end(self, net: Any, X: Any = None, y: Any = None, **given: Any) -> None:
+            self.tell("on_train_end", net)
+
+    options = {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 8, "verbose": 0, "train_split": None}
+    skorch.NeuralNetClassifier(net, callbacks=[Spy()], **options).fit(*data())
+    return seen
+
+
+def story_of_fastai(fastai: Any) -> list[str]:
+    from fastai.callback.core import Callback, CancelFitException
+    from fastai.callback.training import GradientAccumulation
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.learner import Learner
+
+    seen: list[str] = []
+
+    class Spy(Callback):
+        def before_fit(self) -> None:
+            seen.append("before_fit")
+
+        def before_train(self) -> None:
+            seen.append("before_train")
+
+        def after_step(self) -> None:
+            seen.append(f"after_step training={self.learn.training} loss={self.learn.loss.dim()}")
+
+        def after_batch(self) -> None:
+            seen.append(f"after_batch training={self.learn.training}")
+            if seen.count("before_fit") == 2 and self.learn.training:
+                raise CancelFitException
+
+        def after_fit(self) -> None:
+            seen.append("after_fit")
+
+    rows = list(zip(*map(torch.as_tensor, data()), strict=True))
+    loaders = DataLoaders(DataLoader(rows, bs=8, num_workers=0), DataLoader(rows, bs=16, num_workers=0))
+    learner = Learner(loaders, net(), loss_func=nn.CrossEntropyLoss(), cbs=[GradientAccumulation(16), Spy()])
+    with learner.no_logging(), learner.no_bar():
+        learner.fit(2, 1e-2)
+        learner.fit(1, 1e-2)
+        learner.validate()
+    return seen
+
+
+def story_of_keras(keras: Any) -> list[str]:
+    seen: list[str] = []
+
+    class Spy(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            model = self.model
+            seen.append(f"on_train_begin {[layer.name for layer in layers(model)]} built={model.built}")
+            held = {name for name, _ in model.named_modules()}
+            seen.append(f"named_modules {sum(layer.name in held for layer in layers(model))}")
+            paths = [[v.path for v in layer.variables] for layer in layers(model)]
+            held = [sorted(layer.torch_params.keys()) for layer in layers(model)]
+            named = [[path.partition("/")[2] for path in some] for some in paths]
+            seen.append(f"variables {named} {held == [*map(sorted, paths)]}")
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append("on_epoch_begin")
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            mean = self.model._loss_tracker
+            seen.append(f"on_train_batch_end count={float(mean.count.value)} total={mean.total.value.dim()}")
+
+        def on_train_end(self, logs: Any = None) -> None:
+            seen.append("on_train_end")
+
+    def layers(model: Any) -> list[Any]:
+        return [layer for layer in model._flatten_layers(include_self=False, recursive=False) if layer.variables]
+
+    def loss(truth: Tensor, answer: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(answer, truth.long().reshape(-1), reduction="none")
+
+    hidden = [keras.layers.Dense(8, "tanh", name=f"hidden{i}") for i in range(2)]
+    model = keras.Sequential([keras.Input((D,)), *hidden])
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=loss)
+    model.fit(*data(), batch_size=16, epochs=2, verbose=0, shuffle=False, callbacks=[Spy()])
+    return seen
+
+
+def story_of_stable_baselines3(sb3: Any) -> list[str]:
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    seen: list[str] = []
+
+    class Spy(BaseCallback):
+        def _on_training_start(self) -> None:
+            policy = self.model.policy
+            held = [name for name in ("critic", "actor") if hasattr(getattr(policy, name, None), "optimizer")]
+            seen.append(f"start {held or hasattr(policy, 'optimizer')} delay={getattr(self.model, 'policy_delay', 1)}")
+
+        def _on_rollout_start(self) -> None:
+            known = ("train/loss", "train/policy_loss", "train/critic_loss")
+            seen.append(f"rollout {[name for name in known if name in self.logger.name_to_value]}")
+
+        def _on_step(self) -> bool:
+            seen.append("step")
+            return True
+
+        def _on_training_end(self) -> None:
+            seen.append("end")
+
+    for algorithm, environment, steps, more in (
+        ("A2C", "CartPole-v1", 10, {}),
+        ("TD3", "Pendulum-v1", 3, {"learning_starts": 1}),
+    ):
+        getattr(sb3, algorithm)("MlpPolicy", environment, seed=0, device="cpu", **more).learn(steps, callback=[Spy()])
+    return seen
+
+
+def story_of_monai(monai: Any) -> list[str]:
+    from ignite.engine import Events
+    from monai.data import DataLoader, Dataset
+    from monai.engines import SupervisedTrainer
+
+    seen: list[str] = []
+
+    class Spy:
+        def attach(self, engine: Any) -> None:
+            seen.append(f"attach network={hasattr(engine, 'network')}")
+            engine.add_event_handler(Events.STARTED, self.started)
+            engine.add_event_handler(Events.ITERATION_COMPLETED, self.completed)
+
+        def started(self, engine: Any) -> None:
+            there = [name for name in ("network", "optimizer", "scaler") if hasattr(engine, name)]
+            seen.append(f"started {there} iteration={engine.state.iteration}")
+
+        def completed(self, engine: Any) -> None:
+            output = engine.state.output
+            seen.append(f"completed {type(output).__name__} of {len(output)}, loss={'loss' in output[0]}")
+
+    rows = [{"image": torch.randn(1, 4, 4), "label": torch.zeros(1, 4, 4)} for _ in range(6)]
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    SupervisedTrainer(
+        device=torch.device("cpu"),
+        max_epochs=1,
+        train_data_loader=DataLoader(Dataset(rows), batch_size=2),
+        network=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        loss_function=nn.MSELoss(),
+        train_handlers=[Spy()],
+    ).run()
+    return seen
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_what_the_package_calls_is_what_was_recorded(use: Use, name: str) -> None:
+    pytest.importorskip("ignite")
+    assert runs(globals()[f"story_of_{name}"](use(name))) == CONTRACTS[name]
