@@ -148,7 +148,7 @@ def tensorboard(
 
 def _address(lines: queue.Queue[str], process: subprocess.Popen[str]) -> str:
     seen: list[str] = []
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while time.monotonic() < end and (process.poll() is None or not lines.empty()):
         with contextlib.suppress(queue.Empty):
             seen.append(lines.get(timeout=0.5))
@@ -172,7 +172,7 @@ def get(address: str, route: str, **query: str | int) -> tuple[int, str, Any]:
 
 def wait_for_runs(address: str, count: int) -> list[dict[str, Any]]:
     """The runs of the overview, once TensorBoard has read `count` of them and stopped finding more records."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     before = None
     while time.monotonic() < end:
         runs: list[dict[str, Any]] = get(address, "overview")[2]["runs"]

@@ -43,7 +43,7 @@ def opened(browser: Any, file: Path, width: int = 1440, scheme: str = "light", v
     watched = Watched(browser, color_scheme=scheme)
     watched.page.set_viewport_size({"width": width, "height": 900})
     watched.page.goto(file.as_uri() + view)
-    watched.page.locator(".heat canvas").first.wait_for(timeout=20_000)
+    watched.page.locator(".heat canvas").first.wait_for(timeout=60_000)
     return watched
 
 

@@ -29,7 +29,7 @@ from flowscope.records import Record
 from flowscope.sinks import protobufs, read_run
 from flowscope.views.report import write_report
 
-TIMEOUT = 20_000
+TIMEOUT = 60_000
 
 
 @pytest.fixture(scope="module")
