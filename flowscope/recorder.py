@@ -28,7 +28,7 @@ from flowscope.metrics import Metric
 from flowscope.records import Alert, Event, FlowLayout, Record, RunHeader, split_key
 from flowscope.sinks import ConsoleSink, JsonlSink, Sink, folders
 from flowscope.steps.ended import EndedStep
-from flowscope.steps.losses import LossesSinceRecord
+from flowscope.steps.losses import LossesSinceRecord, StepLoss
 
 TOLD_AFTER = 10
 """After so many records a run says for the first time what silence covers."""
@@ -207,6 +207,15 @@ class Recorder:
         attempt("sinks", self.outlet.emit, record)
         if together:  # else what each rank judges would be another thing
             attempt("detectors", self._judge, judged)
+
+    @property
+    def recent_losses(self) -> Sequence[float]:
+        """The last losses that records have shown."""
+        return self._losses.recent
+
+    def pass_by(self, loss: StepLoss) -> None:
+        """A step has ended of which nothing but its loss is told."""
+        self._losses.add(loss)
 
     def missed(self, ended: EndedStep) -> None:
         """Of a step whose record could not be made: one without numbers, so that nothing ends in silence."""

@@ -31,8 +31,9 @@ from flowscope.records import Alert, Alerts, Record, RunHeader
 from flowscope.schedule import Schedule, make_schedule
 from flowscope.sinks import Run, Sink
 from flowscope.steps.backward_losses import BackwardLosses
-from flowscope.steps.driver import StepCount, StepDriver
+from flowscope.steps.driver import StepDriver
 from flowscope.steps.marks import Marks
+from flowscope.steps.numbers import StepCount
 from flowscope.steps.optimizers import OwnOptimizers
 from flowscope.steps.unstepped import Unstepped
 from flowscope.summary import summarize
@@ -222,6 +223,8 @@ class Scope:
         Raises:
             FlowscopeError: the scope is closed, `loss` is neither a tensor nor a number, or `step` no step number.
         """
+        if (driver := self._driver) is not None and driver.light.on and driver.light.told(loss, step):
+            return
         driver = self._open("step")
         value, number = arguments.loss_value(loss), arguments.step_number(step)
         if driver is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -253,6 +254,31 @@ class FunctionMode(TorchFunctionMode):
 def compiler_was_imported() -> bool:
     """Whether anything may be compiled: the import of the compiler alone takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def frames_compiled() -> int:
+    """Grows with everything that torch.compile traces in this process."""
+    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
+
+
+_BEFORE_COMPILING: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def before_compiling(listener: Any, method: str) -> bool:
+    """Call this method of `listener`, which is not kept alive, before anything is traced; whether that is possible."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None:
+        return False
+    if _compiling not in handler.start_callbacks:
+        handler.register_start_callback(_compiling)
+    _BEFORE_COMPILING[listener] = method
+    return True
+
+
+def _compiling(told: Any) -> None:
+    for listener, method in [*_BEFORE_COMPILING.items()]:
+        with contextlib.suppress(Exception):  # what this raised would end the compilation
+            getattr(listener, method)()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from flowscope.faults import LOGGER, Faults, Hook, Observe, StepHook
 from flowscope.hooks import compiled
 from flowscope.hooks.canary import Canary
+from flowscope.hooks.handles import Handles, ModuleHook, ParameterHook
 from flowscope.hooks.turns import Turns
 from flowscope.model.hidden_state import hidden_input
 from flowscope.torch_internals import (
@@ -95,32 +95,11 @@ class Switch:
 
 ALWAYS = Switch(sampling=True)
 """The switch of hooks that look at every step."""
+OFF = Switch()
+"""That of hooks that look at none."""
 
 
 run_uncompiled(Hook.__call__.__code__)
-
-
-class ParameterHook:
-    """A hook on a parameter, and its handle. The parameter does not keep it alive: Python could not free the cycle."""
-
-    def __init__(self, hook: Hook, register: Callable[[Observe], Any]) -> None:
-        self.hook = hook
-        self.handle = register(self._weak())
-
-    def _weak(self) -> Observe:
-        reference = weakref.ref(self.hook)
-
-        def call(*args: Any) -> None:
-            if (live := reference()) is not None:
-                live(*args)
-
-        # a parameter that is handed to another process leaves the hook behind, without a warning
-        call.__torch_unserializable__ = True  # type: ignore[attr-defined]
-        return call
-
-    def remove(self) -> None:
-        """Take it off."""
-        self.handle.remove()
 
 
 class Hooks:
@@ -142,8 +121,7 @@ class Hooks:
         self.turns = Turns()
         self.statistics: list[Any] = []
         """`PointStatistic`s: added up at the points of all flows, beside what flowscope itself measures there."""
-        self.handles: list[Any] = []
-        """Of all hooks that are on."""
+        self.handles = Handles()
         self._leaves: dict[tuple[int, str, Hashable], Any] = {}
         self._warned: set[str] = set()
 
@@ -163,15 +141,13 @@ class Hooks:
 
     def before_all(self, module: nn.Module, fuse: str, observe: Observe) -> Any:
         """Call `observe(module, args, kwargs)` before all other hooks, in every step; a fault costs that step alone."""
-        hook = self.step_hook(fuse, observe)
-        return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        return self.keep(ModuleHook(module, self.step_hook(fuse, observe), before=True, prepend=True))
 
     def before(
         self, module: nn.Module, fuse: str, observe: Observe, switch: Switch | None = None, *, first: bool = False
     ) -> Any:
         """Call `observe(module, args, kwargs)` before each forward of `module`; returns the removable handle."""
-        hook = self.hook(fuse, observe, switch)
-        return self.keep(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first))
+        return self.keep(ModuleHook(module, self.hook(fuse, observe, switch), before=True, prepend=first))
 
     def after(
         self, module: nn.Module, fuse: str, observe: Observe, switch: Switch | None = None, *, always: bool = False
@@ -180,8 +156,7 @@ class Hooks:
 
         With `always`, also where the forward raises.
         """
-        hook = self.hook(fuse, observe, switch)
-        return self.keep(module.register_forward_hook(hook, with_kwargs=True, always_call=always))
+        return self.keep(ModuleHook(module, self.hook(fuse, observe, switch), always=always))
 
     def change(self, module: nn.Module, change: Callable[[Tensor], Tensor], *, output: bool) -> None:
         """Change the hidden state that goes into a module in training, or comes out: for a run made to show that."""
@@ -205,12 +180,12 @@ class Hooks:
     def before_accumulation(self, parameter: Tensor, fuse: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(gradient)` before a backward pass adds the gradient to `parameter.grad`; likewise."""
         hook = self.hook(fuse, observe, switch)
-        return self.keep(ParameterHook(hook, parameter.register_hook))
+        return self.keep(ParameterHook(hook, parameter, accumulated=False))
 
     def after_accumulation(self, parameter: Tensor, fuse: str, observe: Observe, switch: Switch | None = None) -> Any:
         """Call `observe(parameter)` after each backward pass that added to `parameter.grad`; likewise."""
         hook = self.hook(fuse, observe, switch)
-        return self.keep(ParameterHook(hook, parameter.register_post_accumulate_grad_hook))
+        return self.keep(ParameterHook(hook, parameter, accumulated=True))
 
     def after_backward(self, fuse: str, observe: Callable[[], None]) -> None:
         """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
@@ -267,6 +242,14 @@ class Hooks:
         removed = {id(handle) for handle in handles}
         self.handles[:] = [kept for kept in self.handles if id(kept) not in removed]
 
+    def park(self, *, every: bool) -> None:
+        """Take hooks off until `unpark`: those that look at sampled steps, or `every` one. Never within a forward."""
+        self.handles.park(lambda hook: every or hook.switch is not ALWAYS)
+
+    def unpark(self) -> None:
+        """Put them back where they were."""
+        self.handles.unpark()
+
     def release_leaves(self) -> None:
         """Remove the hooks on leaf tensors."""
         while self._leaves:
@@ -276,6 +259,7 @@ class Hooks:
         """Remove every hook, and let go of who registered them."""
         self.on_stale_run, self.optimizers, self.trained = lambda: None, tuple, tuple
         self.faults.attempt("removing a hook", self.release_leaves)
+        self.handles.parking.forget()
         self.faults.remove_all(self.handles)
 
 

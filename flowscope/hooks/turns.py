@@ -19,6 +19,7 @@ class Turns:
         others: those optimizers.
         leaf_loss: whether the loss given last was a leaf that asks for a gradient: it was made of numbers.
         heard: called with the optimizer when one begins a step (True) and when it has ended one (False).
+        plain: whether each call of an optimizer was one step so far, outside of any backward.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Turns:
         self.now: Counter[int] = Counter()
         self.foreign = 0
         self.others: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.leaf_loss = False
+        self.leaf_loss, self.plain = False, True
         self.heard: Heard = lambda optimizer, begins: None
 
     def of(self, optimizer: Any) -> int:
@@ -43,6 +44,11 @@ class Turns:
         self._steps[optimizer] = self.of(optimizer) + (not goes_on)
         self.now[id(optimizer)] += not goes_on
         self.heard(optimizer, True)
+
+    def made(self, optimizer: Any, steps: int) -> None:
+        """It has made so many steps that nobody was told of."""
+        if steps:
+            self._steps[optimizer] = self.of(optimizer) + steps
 
     def ended(self, optimizer: Any) -> None:
         """It has stepped: one that was given a closure finds its gradients only now."""

@@ -132,6 +132,10 @@ class Instrument:
         """Grows whenever parts of the model run with gradient, where it sees that."""
         return 0
 
+    def rests(self) -> bool:
+        """Whether steps that are not sampled may pass without it: it is told nothing of them then."""
+        return True
+
     def discard(self) -> None:
         """Forget what backward deposited, not what forwards under way wait with."""
         if self.buffer is not None:

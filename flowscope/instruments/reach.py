@@ -121,6 +121,11 @@ class Reach(Instrument):
             self._hooks.remove(asked.handle)
             asked.handle = None
 
+    def rests(self) -> bool:
+        """Where no parameter that an optimizer could train waits for its first gradient."""
+        held = {i for numbers in self._of.values() for i in numbers if i in self._waiting}
+        return not any(p is not None and p.requires_grad and p.numel() for p in map(self._parameters.at, held))
+
     def read_gradients(self, only: set[int] | None = None, scale: Tensor | None = None) -> None:
         """Where no parameter has a gradient, count the backward passes since the last look."""
         del only, scale

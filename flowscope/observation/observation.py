@@ -140,6 +140,10 @@ class Observation:
         total: int = self.passes.forwards + sum(self._answers("runs"))
         return total
 
+    def rests(self) -> bool:
+        """Whether nobody needs to hear of a step that is not sampled."""
+        return all(self._answers("rests"))
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, *, sampling: bool, slow: bool, seldom: bool) -> None:

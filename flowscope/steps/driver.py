@@ -8,16 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from flowscope.config import WatchConfig
-from flowscope.faults import Faults
 from flowscope.instruments.wiring import held_by
 from flowscope.observation.observation import Observation
+from flowscope.ranks.groups import several_processes
 from flowscope.ranks.ranks import Ranks
 from flowscope.recorder import Recorder
 from flowscope.records import Record
-from flowscope.schedule import FIRST_STEPS, Schedule
+from flowscope.schedule import Schedule
 from flowscope.steps.ended import FAILED, EndedStep, EndedSteps
+from flowscope.steps.glance import Glance
+from flowscope.steps.light import LightSteps
 from flowscope.steps.losses import Losses, StepLoss, Value
+from flowscope.steps.numbers import StepCount
 from flowscope.steps.optimizers import OptimizerClock, OwnOptimizers
 from flowscope.steps.phase import ENDS, FOREIGN, UNTOUCHED, Action, Actions, Event, Phase, StepMachine
 from flowscope.steps.scaler import ScalerWatch
@@ -26,34 +28,6 @@ from flowscope.torch_internals import scale_of_caller
 STEPPED = frozenset({Event.AFTER, Event.LAST})
 ENDING = frozenset({Event.LAST, Event.MARKED, Event.SKIPPED})
 """What ends a step."""
-
-
-class StepCount:
-    """The number of the step under way, and which steps are sampled.
-
-    Attributes:
-        step: the number, from 0.
-        samples: how many steps were sampled.
-        ended: whether any step has ended.
-    """
-
-    def __init__(self, schedule: Schedule, config: WatchConfig, faults: Faults) -> None:
-        self.step = self.samples = 0
-        self.ended = False
-        self._schedule, self._config, self._faults = schedule, config, faults
-
-    def sampling(self) -> bool:
-        """Whether the step is sampled."""
-        return self._faults.guard("schedule", lambda: bool(self._schedule(self.step))) is True
-
-    def slow(self) -> bool:
-        """Whether the slow metrics are computed, should it be sampled."""
-        every = self._config.slow_every
-        return every > 0 and self.samples % every == 0
-
-    def seldom(self) -> bool:
-        """Whether what costs more than most is looked at, should it be sampled."""
-        return self.samples < FIRST_STEPS or self.samples % self._config.seldom_every == 0
 
 
 class StepDriver:
@@ -71,6 +45,7 @@ class StepDriver:
         losses: which step a loss belongs to.
         ended: the steps on their way to records.
         ranks: the other processes.
+        light: the steps of which nothing is looked at but the loss.
     """
 
     def __init__(
@@ -78,13 +53,14 @@ class StepDriver:
     ) -> None:
         self.own, self.observation, self._recorder, self.count = own, observation, recorder, count
         self.losses = Losses()
-        self.ended = EndedSteps(recorder.take, recorder.missed, self.losses, observation.faults)
+        self.ended = EndedSteps(self._finished, recorder.missed, recorder.pass_by, self.losses, observation.faults)
         self.ranks = Ranks(observation, schedule, recorder.prepare, count)
         self._machine = StepMachine()
-        self._found_inf: list[Tensor] = []
         self._runs = 0
         self._scaler: ScalerWatch | None = None
-        self._clock = OptimizerClock(own, self.on, self._missed, observation.hooks)
+        clock = OptimizerClock(own, self.on, self._missed, observation.hooks)
+        glance = Glance(observation.view.parameters, recorder.recent_losses)
+        self._clock, self.light = clock, LightSteps(own, clock, count, self.ended, observation, glance)
         observation.on_forward = self._forward_begins
         observation.on_run = partial(self.on, Event.RAN)
 
@@ -93,6 +69,7 @@ class StepDriver:
         if self._scaler is None:
             skip = partial(self.on, Event.SKIPPED)
             self._scaler = ScalerWatch(scaler, skip, self._found, self.observation.hooks)
+            self.light.stepped = self._scaler.stepped
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -126,6 +103,7 @@ class StepDriver:
         step = self.count.step
         try:
             with self.observation.faults.turn:
+                self.light.leave()
                 return self._do(event, optimizer)
         except Exception as error:
             self.observation.faults.report("steps", error, "is left out where it fails")
@@ -145,6 +123,7 @@ class StepDriver:
 
     def pause(self) -> None:
         """Observe nothing until `resume`."""
+        self.light.leave()
         self._look()
         self.on(self._machine.pausing())
 
@@ -171,7 +150,7 @@ class StepDriver:
         self._set_switch()
         if optimizer is not None and event in STEPPED and (found := getattr(optimizer, "found_inf", None)) is not None:
             # a fused optimizer is called all the same, and leaves the weights as they are
-            self._found_inf.append(found.detach().clone())
+            self.ended.found_inf.append(found.detach().clone())
         for action in actions:
             if action in ENDS:
                 CARRY_OUT[action](self, optimizer)
@@ -186,6 +165,8 @@ class StepDriver:
         switch.in_closure = machine.phase is Phase.CLOSURE
 
     def _forward_begins(self) -> bool:
+        if self.light.on:  # compiled: its hooks are on
+            return True
         self._clock.runs_here()
         if self.own.marks.waiting:
             ended = self._attempt("steps", self.own.marks.forward, otherwise=True)
@@ -214,6 +195,14 @@ class StepDriver:
             if self._attempt("records", partial(self.ended.finish, **how), otherwise=FAILED) is FAILED:
                 while self.ended:
                     self._recorder.missed(self.ended.popleft())
+            if self.count.wanted and not self._machine.sampling and self.just_ended():
+                self.begin()
+
+    def _finished(self, ended: EndedStep) -> None:
+        """A step becomes a record, if it is one; where one shows something between two samples, the next is sampled."""
+        self._recorder.take(ended)
+        if not ended.sampled and ended.record is not None and not several_processes():
+            self.count.want()
 
     # -- actions (flowscope.steps.phase.Action) ------------------------------------------------------------------------
 
@@ -239,7 +228,7 @@ class StepDriver:
         self.observation.drop()
 
     def _end(self, *flags: str) -> None:
-        found_inf, self._found_inf = self._found_inf, []
+        found_inf, self.ended.found_inf = self.ended.found_inf, []
         snapshot, sampled, self.count.ended = None, self._machine.observing, True
         self.count.samples += self._machine.sampling
         if sampled:
@@ -268,6 +257,7 @@ class StepDriver:
         sampling = self._attempt("count of steps", self.count.sampling, otherwise=True)
         slow = self._attempt("count of steps", self.count.slow, otherwise=False)
         seldom = self._attempt("count of steps", self.count.seldom, otherwise=False)
+        self._attempt("hooks", self._put_on, sampling)
         begin = partial(
             self.observation.begin_step, sampling=sampling, slow=sampling and slow, seldom=sampling and seldom
         )
@@ -277,6 +267,19 @@ class StepDriver:
         self._runs = self._attempt("passes", self.observation.runs, otherwise=0)
         if sampling and not self.own.known:
             self._attempt("remember of a step", partial(self.observation.before_update, updating=False))
+
+    def _put_on(self, sampling: bool) -> None:
+        """Hooks are on in sampled steps; where nothing else is asked of the others, none is then."""
+        if sampling:
+            self.observation.hooks.unpark()
+        elif not self._machine.paused:
+            self.observation.hooks.park(every=not several_processes() and self.light.fit())
+
+    def _lighten(self) -> None:
+        """Let the step under way be light, where nothing of it and of those before is left to do."""
+        machine, done = self._machine, not self.ended and not several_processes()
+        if done and not (machine.sampling or machine.paused) and machine.phase is Phase.ENDED and self.light.fit():
+            self.light.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready: where the run is, and what its detectors have learned."""
@@ -288,6 +291,7 @@ class StepDriver:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the run whose state this is."""
         with self.observation.faults.turn:
+            self.light.leave()
             self._recorder.detectors.load_state_dict(state["detectors"])
             self.count.step, self.count.samples = state["step"], state["samples"]
             self._machine.on(Event.LOAD)
@@ -302,6 +306,7 @@ class StepDriver:
     def told(self, value: Value | None, step: int | None) -> None:
         """`scope.step` was called with this loss and number: they are those of the step that ended, or is under way."""
         with self.observation.faults.turn:
+            self.light.leave()
             # of a step that is not observed nothing tells whether the model has run
             ended = self.losses.claim(ran=self._machine.paused or not self.just_ended())
             if value is not None:
@@ -315,6 +320,7 @@ class StepDriver:
                 if self.just_ended():
                     self.begin()
             self._finish()
+            self._attempt("light steps", self._lighten)
 
     def readable(self) -> list[Record]:
         """Wait for copies and make records of what is there; returns those that still wait for other ranks.
@@ -322,6 +328,7 @@ class StepDriver:
         Alerts among ranks come at the same step everywhere.
         """
         with self.observation.faults.turn:
+            self.light.leave()
             self._settle()
             if self.ranks.others.joined:
                 self._guard("ranks", self.ranks.poll)
@@ -334,16 +341,19 @@ class StepDriver:
 
     def last_words(self) -> None:
         """Make records of what ended, as far as no other rank is waited for: the process ends."""
+        self.light.leave()
         self._finish(newest=True, everything=not self.ranks.others.joined)
 
     def forked(self) -> None:
         """This is a forked child: what has ended so far is the parent's to tell."""
         self.observation.faults.turn.renew()
+        self.light.leave()
         self.ended.clear()
         self._recorder.outlet.forked = True
 
     def finish(self) -> None:
         """Let go of the other ranks, and make records of all that ended."""
+        self.light.leave()
         self._settle()
         self._guard("ranks", self.ranks.close)
         self._finish(everything=True)

@@ -69,19 +69,28 @@ class EndedSteps(deque[EndedStep]):
     Args:
         take: makes a record of one.
         missed: makes do without, where that fails.
+        pass_by: takes the loss of a step that becomes no record.
         losses: tell whether the newest may still get a loss.
         faults: who is told where it fails.
+
+    Attributes:
+        losses: which step a loss belongs to.
+        pass_by: takes the loss of a step that becomes no record.
+        found_inf: of the step under way, above 0 where the gradients of an optimizer held inf.
     """
 
     def __init__(
         self,
         take: Callable[[EndedStep], object],
         missed: Callable[[EndedStep], None],
+        pass_by: Callable[[StepLoss], None],
         losses: Losses,
         faults: Faults,
     ) -> None:
         super().__init__()
-        self._take, self._missed, self._losses, self._faults = take, missed, losses, faults
+        self._take, self._missed, self._faults = take, missed, faults
+        self.pass_by, self.losses = pass_by, losses
+        self.found_inf: list[Tensor] = []
         self._finishing = False
 
     @property
@@ -102,7 +111,7 @@ class EndedSteps(deque[EndedStep]):
         try:
             while self:
                 oldest = self[0]
-                waits = oldest.loss is self._losses.unclaimed and not newest
+                waits = oldest.loss is self.losses.unclaimed and not newest
                 if not everything and (waits or not oldest.ready()):
                     return
                 self.popleft()

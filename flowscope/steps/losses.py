@@ -18,6 +18,8 @@ from flowscope.sums.buffer import HostCopy
 
 MOST = 1000
 """Losses of so many steps are kept for the next record."""
+RECENT = 32
+"""So many of those that were shown say how far losses scatter."""
 
 
 class LateLoss:
@@ -119,13 +121,15 @@ class Losses:
         given: whether `scope.step` was ever given one.
         silent: whether a step has gone by without one.
         early: whether this loop has given the loss of a step before it ended.
+        late: whether it has given one after the model had run again.
+        sparse: whether it has left out the loss of a step of which nothing else was looked at.
         at_end: the values that are known only when the step ends (of a launcher that listens to backward passes).
     """
 
     def __init__(self) -> None:
         self.under_way = StepLoss()
         self.unclaimed: StepLoss | None = None
-        self.given = self.silent = self.early = False
+        self.given = self.silent = self.early = self.late = self.sparse = False
         self.at_end: Callable[[], Iterable[Value]] = tuple
 
     def end(self, step: int) -> StepLoss:
@@ -149,14 +153,20 @@ class Losses:
                 where the loop gives each loss before the optimizer's step: one made again would take the next one's.
         """
         ended, self.unclaimed = self.unclaimed, None
+        self.late |= ran and ended is not None
         return None if ended is None or (ran and (self.early or ended.values)) else ended
 
 
 class LossesSinceRecord:
-    """The mean loss of each step since the last record, NaN where none was given."""
+    """The mean loss of each step since the last record, NaN where none was given.
+
+    Attributes:
+        recent: the last finite ones that records have shown.
+    """
 
     def __init__(self) -> None:
         self._held: deque[StepLoss] = deque(maxlen=MOST)
+        self.recent: deque[float] = deque(maxlen=RECENT)
 
     def add(self, loss: StepLoss) -> None:
         """A step ended, and this is its loss."""
@@ -167,4 +177,5 @@ class LossesSinceRecord:
         means = [loss.mean() for loss in self._held]
         self._held.clear()
         held = np.array([np.nan if mean is None else mean for mean in means])
+        self.recent += held[np.isfinite(held)][-RECENT:].tolist()
         return held if not np.isnan(held).all() else None

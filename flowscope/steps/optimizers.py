@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from flowscope.errors import FlowscopeError
 from flowscope.faults import LOGGER
-from flowscope.hooks.hooks import Hooks
+from flowscope.hooks.hooks import ALWAYS, OFF, Hooks
 from flowscope.hooks.steps_of_all import Listener
 from flowscope.instruments.wiring import held_by
 from flowscope.model.zero import optimizer_of
@@ -143,6 +143,22 @@ class OptimizerClock:
         self._post = hooks.step_hook("optimizer hook", self._after, self._missed)
         hooks.keep(Listener(self._pre, self._post))
 
+    def rest(self, instead: Callable[..., None]) -> None:
+        """Listen no more until `listen`: `instead` is called after each step."""
+        self._pre.switch, self._post.observe = OFF, instead
+
+    def listen(self) -> None:
+        """Listen again."""
+        self._pre.switch, self._post.observe = ALWAYS, self._after
+
+    def hear(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell of a step that was made while nobody listened."""
+        if threading.get_ident() == self._thread and optimizer in self._turns.others:
+            self._turns.foreign += 1
+        else:
+            self._before(optimizer, args, kwargs)
+            self._after(optimizer, args, kwargs)
+
     def runs_here(self) -> None:
         """The model runs in this thread."""
         self._thread = threading.get_ident()
@@ -164,7 +180,7 @@ class OptimizerClock:
             self._place(optimizer)
         if self._stepping is optimizer:
             if steps_on_stack(optimizer) > 1:
-                self._nested += 1
+                self._nested, self._turns.plain = self._nested + 1, False
                 return
             self._nested = 0  # the call before this one did not end: it raised
             self._tell(Event.FAILED, optimizer)
@@ -226,7 +242,7 @@ class OptimizerClock:
         waiting = self._inside is not None and self._inside[0] == task
         if not waiting and in_reentrant_checkpoint():
             return  # the backward of one reentrant checkpoint, not the whole
-        self._inside = task, optimizer
+        self._inside, self._turns.plain = (task, optimizer), False
         if not waiting:
             at_end_of_backward(self._end)
 

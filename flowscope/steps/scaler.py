@@ -41,9 +41,13 @@ class ScalerWatch:
         """The loss scale used in this step's backward (a tensor copied on the device, or a number)."""
         return scale_of(self._scaler)
 
-    def take_scale(self) -> Any:
-        """The same: a step was made."""
+    def stepped(self) -> None:
+        """A step was made."""
         self._stepped = True
+
+    def take_scale(self) -> Any:
+        """The scale of a step that was made."""
+        self.stepped()
         return self.scale()
 
     def _updates(self) -> None:

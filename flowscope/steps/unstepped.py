@@ -15,7 +15,7 @@ from flowscope.hooks.turns import Turns
 from flowscope.steps.optimizers import OwnOptimizers
 
 if TYPE_CHECKING:
-    from flowscope.steps.driver import StepCount
+    from flowscope.steps.numbers import StepCount
 
 CALLS = 3
 """So many calls of `scope.step` without a step of the optimizer are told of."""

@@ -1,0 +1,59 @@
+"""The numbers of the steps, and which of them are sampled."""
+
+from __future__ import annotations
+
+from flowscope.config import WatchConfig
+from flowscope.faults import Faults
+from flowscope.schedule import FIRST_STEPS, Schedule
+
+FAR = 1000
+"""So many steps ahead a sampled one is looked for."""
+
+
+class StepCount:
+    """The number of the step under way, and which steps are sampled.
+
+    Attributes:
+        step: the number, from 0.
+        samples: how many steps were sampled.
+        ended: whether any step has ended.
+        wanted: whether the next step is to be sampled beside the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, config: WatchConfig, faults: Faults) -> None:
+        self.step = self.samples = 0
+        self.ended = self.wanted = False
+        self._schedule, self._config, self._faults = schedule, config, faults
+        self._beside, self._had = -1, False
+        """The step that was sampled beside the schedule, and whether there was one since the last that was not."""
+
+    def sampling(self) -> bool:
+        """Whether the step is sampled."""
+        if self._scheduled(self.step):
+            self.wanted = self._had = False
+            return True
+        if self.wanted:
+            self.wanted, self._had, self._beside = False, True, self.step
+        return self.step == self._beside
+
+    def _scheduled(self, step: int) -> bool:
+        return self._faults.guard("schedule", lambda: bool(self._schedule(step))) is True
+
+    def want(self) -> bool:
+        """Sample the next step that begins, once between two of the schedule; whether that was left."""
+        self.wanted = not self._had
+        return self.wanted
+
+    def next_sample(self) -> int:
+        """The next step after this one that the schedule samples, `FAR` after it at most."""
+        ahead = range(self.step + 1, self.step + FAR)
+        return next((step for step in ahead if self._scheduled(step)), self.step + FAR)
+
+    def slow(self) -> bool:
+        """Whether the slow metrics are computed, should it be sampled."""
+        every = self._config.slow_every
+        return every > 0 and self.samples % every == 0
+
+    def seldom(self) -> bool:
+        """Whether what costs more than most is looked at, should it be sampled."""
+        return self.samples < FIRST_STEPS or self.samples % self._config.seldom_every == 0
