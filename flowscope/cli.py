@@ -152,7 +152,9 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run a training script as it is, and watch its models")
     run.add_argument("--log-dir", help="where to write (default: runs/SCRIPT-DATE-TIME)")
-    run.add_argument("--every", type=int, default=10, metavar="N", help="sample each n-th step (default: %(default)s)")
+    run.add_argument("--every", type=int, metavar="N", help="sample each n-th step (default: as the budget asks for)")
+    words = "the share of a step's time that flowscope may take (default: 0.01, but each 80th step at the least)"
+    run.add_argument("--budget", type=float, metavar="SHARE", help=words)
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="a field of WatchConfig")
     reference = "a good run of this recipe, a folder of them, or a golden profile: tells where this run parts from them"
     run.add_argument("--reference", metavar="GOOD", help=reference)
@@ -348,7 +350,11 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.rounding:
             _read(arguments.rounding)
             arguments.log_dir, config["nudge"] = file_of(arguments.rounding).parent / "rounding", True
-        options: dict[str, Any] = {"every": arguments.every, "config": _limits(config, arguments.set)}
+        options: dict[str, Any] = {
+            "every": arguments.every,
+            "budget": arguments.budget,
+            "config": _limits(config, arguments.set),
+        }
         if arguments.reference:
             one = is_run(arguments.reference)  # an absolute path: the script may change its folder
             options["reference"] = Path(arguments.reference).absolute() if one else place_of(arguments.reference)

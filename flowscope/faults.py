@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 from flowscope.errors import FlowscopeError, StopTraining
+from flowscope.meter import Meter
 
 LOGGER = logging.getLogger("flowscope")
 PATIENCE = 1.0
@@ -67,6 +68,7 @@ class Faults:
     Attributes:
         failed: the fuses that have blown, with the reason.
         turn: one thread at a time.
+        meter: the time that all of it takes.
         closing: whether hooks are coming off: one that another thread still runs may find half of what it needs.
     """
 
@@ -74,6 +76,7 @@ class Faults:
         self.failed: dict[str, str] = {}
         self.closing = False
         self.turn = Turn()
+        self.meter = Meter()
 
     @property
     def strict(self) -> bool:
@@ -181,11 +184,19 @@ class Hook:
         faults: who is told.
         switch: observes only while it is sampling.
         counts: whether what runs now is a part of the training at all.
+        traced: whether torch.compile traces it, which knows no clock.
     """
 
     def __init__(
-        self, fuse: str, observe: Observe, faults: Faults, switch: Samples, counts: Callable[[], bool]
+        self,
+        fuse: str,
+        observe: Observe,
+        faults: Faults,
+        switch: Samples,
+        counts: Callable[[], bool],
+        traced: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.traced = traced
         self.fuse, self.observe, self.faults, self.switch, self.counts = fuse, observe, faults, switch, counts
         self.off: Collection[str] = faults.failed
 
@@ -194,8 +205,12 @@ class Hook:
         if not self.switch.sampling or self.fuse in self.off:
             return
         try:
-            if self.counts():
+            if not self.counts():
+                return
+            if self.traced():
                 self.observe(*args)
+            else:
+                self.faults.meter.time(self.observe, *args)
         except StopTraining:
             raise
         except Exception as error:

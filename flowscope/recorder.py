@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,8 @@ class Recorder:
         extremes = {d.kind: d.extreme for d in self.detectors.detectors if d.extreme}
         behind = {entry: said for d in self.detectors.detectors for entry, said in d.behind.items()}
         told: dict[str, Any] = {"shown_by": shown_by, "extremes": extremes, "behind": behind}
+        self.cost: Callable[[], Mapping[str, Any]] = dict
+        """What it costs (`RunHeader.cost`)."""
         self.header = RunHeader(__version__, (), {}, config.model_dump(mode="json"), _environment(), **told)
         self.outlet = Outlet(faults)
         self.stop: StopTraining | None = None
@@ -256,13 +258,19 @@ class Recorder:
     def covered(self) -> RunHeader:
         """The header with the line on what silence covers by now."""
         line = self.faults.attempt("coverage", self.detectors.covered, self.header)
-        return replace(self.header, coverage=line or "")
+        return replace(self.header, coverage=line or "", cost=self.faults.attempt("cost", self.cost) or {})
 
     def tell_coverage(self) -> None:
         """Write the header again with that line."""
         if self.records and (told := self.covered()) != self.header:
             self.header = told
             self.outlet.emit(told)
+
+    def tell_cost(self) -> None:
+        """Write the header again with what it costs by now."""
+        if self.records:
+            self.header = self.covered()
+            self.outlet.emit(self.header)
 
     def _judge(self, record: Record) -> None:
         alerts = self.faults.attempt("detectors", self.detectors.check, record, self.header) or []

@@ -101,6 +101,10 @@ class RunHeader:
             begin with; {} before the first record and in runs of 0.1.
         extremes: kind of alert -> the end ("least" or "largest") of the profile that its message speaks of.
         behind: what is drawn behind the run (flowscope/backdrop.py); {} without a reference.
+        cost: what flowscope itself takes, in seconds: `sample` of a sampled step, `light_step` of another, `bare_step`
+            that such a one takes without, `first_steps` of all before the first that was not sampled; `share` of the
+            bare step in the long run, `budget` of it and `interval` where the interval follows the cost. {} before
+            enough steps, and in runs of old.
     """
 
     version: str = "?"
@@ -114,6 +118,7 @@ class RunHeader:
     coverage: str = ""
     setup: Annotated[Mapping[str, Any], fitting(_SetUp)] = field(default_factory=dict)
     behind: Mapping[str, Any] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         """Short: version, flows and number of metrics."""

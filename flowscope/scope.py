@@ -52,7 +52,8 @@ def watch(
     optimizer: Any = None,
     *,
     log_dir: str | Path | None = None,
-    every: int | Schedule = 10,
+    every: int | Schedule | None = None,
+    budget: float | None = None,
     on_alert: AlertCallback | Sequence[AlertCallback] | None = None,
     sinks: Iterable[Sink] = (),
     flows: Sequence[str] | None = None,
@@ -75,7 +76,9 @@ def watch(
         log_dir: folder for `flowscope.jsonl` and the TensorBoard files; None writes nothing. One that holds another run
             is left alone: NAME-2 beside it is taken, and said. It is the same run where `load_state_dict` was called,
             or where its first record is of a later step than 0.
-        every: sample step k when k < 10 or k % every == 0, or a pure function `step -> bool`.
+        every: sample step k when k < 10 or k % every == 0, or a pure function `step -> bool`. None follows the cost.
+        budget: the share of a step's time that flowscope may take: after the first ten steps each 10th, 20th, 40th, ...
+            is sampled. None, without `every`, is a budget of 0.01 with each 80th at the least. Not beside `every`.
         on_alert: called with each `Alert`, raised or resolved; a callable or a list of them.
         sinks: further objects with `write(event)` and `close()`.
         flows: module paths to use as the depth axis instead of the discovered ones (`flowscope.find_flows(model)`).
@@ -114,7 +117,7 @@ def watch(
             WatchArguments(
                 optimizer=optimizer,
                 log_dir=arguments.folder(log_dir),
-                schedule=make_schedule(every),
+                schedule=make_schedule(every, budget),
                 callbacks=callbacks,
                 sinks=arguments.named_sinks(sinks),
                 flows=arguments.flow_paths(flows),
@@ -192,6 +195,7 @@ class Scope:
         hooks.optimizers = lambda: own.known
         self._unstepped = Unstepped(own, hooks.turns, some, recorder.tell)
         count = StepCount(given.schedule, given.config, self._faults)
+        recorder.cost = count.told
         driver = StepDriver(own, observation, recorder, count, given.schedule)
         if given.scaler is not None:
             driver.use_scaler(given.scaler)
@@ -223,8 +227,10 @@ class Scope:
         Raises:
             FlowscopeError: the scope is closed, `loss` is neither a tensor nor a number, or `step` no step number.
         """
-        if (driver := self._driver) is not None and driver.light.on and driver.light.told(loss, step):
-            return
+        if (driver := self._driver) is None or not driver.light.on or not driver.light.told(loss, step):
+            self._faults.meter.time(self._step, loss, step)
+
+    def _step(self, loss: Tensor | float | None, step: int | None) -> None:
         driver = self._open("step")
         value, number = arguments.loss_value(loss), arguments.step_number(step)
         if driver is None:
@@ -425,7 +431,7 @@ class Scope:
             # the scope keeps neither model nor optimizer alive
             self._driver = None
             if self._recorder is not None:
-                attempt("coverage", self._recorder.tell_coverage)
+                attempt("coverage", self._recorder.tell_cost)
                 attempt("closing", self._recorder.outlet.close)
 
     def _unstep(self) -> None:

@@ -40,7 +40,24 @@ def summarize(
     lines += [f"  {line}" for line in diagnosis(alerts)]
     for words, names in ((NEVER_RAN, _never_ran(header, records)), (NO_GRADIENT, _without_gradient(records))):
         lines += [f"  {words}: {few(names)}"] * bool(names)
-    return block([*lines, *_switched_off(failed), _covered(header)])
+    return block([*lines, *_switched_off(failed), *costs(header), _covered(header)])
+
+
+def costs(header: RunHeader) -> list[str]:
+    """One line on what flowscope itself costs; none where that is not known."""
+    cost = header.cost
+    if not {"share", "sample", "bare_step"} <= cost.keys():
+        return []
+    line = f"cost: {cost['share']:.2%} of a step of {_seconds(cost['bare_step'])}, {_seconds(cost['sample'])} a sample"
+    if "interval" in cost:
+        line += f"; after the first steps each {cost['interval']:.0f}th is sampled"
+    if cost.get("budget", 1.0) < cost["share"]:
+        line += f", and the budget of {cost['budget']:.2%} is missed: watch(budget=...) asks for another"
+    return [f"  {line}."]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
 
 
 def _switched_off(failed: Mapping[str, str]) -> list[str]:

@@ -55,7 +55,7 @@ class TrainerWatch:
         self,
         mode: str | None = None,
         log_dir: str | Path | None = None,
-        every: int | Callable[[int], bool] = 10,
+        every: int | Callable[[int], bool] | None = None,
         on_alert: AlertAction | Iterable[AlertAction] | None = None,
         stop_on: str | Iterable[str] | None = None,
         check: bool = False,
@@ -124,7 +124,7 @@ class BareWatch(TrainerWatch):
     def __init__(
         self,
         log_dir: str | Path | None = None,
-        every: int | Callable[[int], bool] = 10,
+        every: int | Callable[[int], bool] | None = None,
         on_alert: AlertAction | Iterable[AlertAction] | None = None,
         stop_on: str | Iterable[str] | None = None,
         **watch_options: Any,

@@ -133,11 +133,11 @@ class Hooks:
 
     def hook(self, fuse: str, observe: Observe, switch: Switch | None = None) -> Hook:
         """A guarded hook, to be registered or called by who asks for it. With a `switch`, only while it is sampling."""
-        return Hook(fuse, observe, self.faults, switch or ALWAYS, counts)
+        return Hook(fuse, observe, self.faults, switch or ALWAYS, counts, torch.compiler.is_compiling)
 
     def step_hook(self, fuse: str, observe: Observe, otherwise: Callable[..., object] = lambda *args: None) -> StepHook:
         """Likewise one that every step needs; where it fails, `otherwise` is called."""
-        return StepHook(fuse, observe, self.faults, ALWAYS, counts, otherwise=otherwise)
+        return StepHook(fuse, observe, self.faults, ALWAYS, counts, torch.compiler.is_compiling, otherwise=otherwise)
 
     def before_all(self, module: nn.Module, fuse: str, observe: Observe) -> Any:
         """Call `observe(module, args, kwargs)` before all other hooks, in every step; a fault costs that step alone."""
@@ -190,7 +190,9 @@ class Hooks:
     def after_backward(self, fuse: str, observe: Callable[[], None]) -> None:
         """Call `observe()` once the backward pass under way has ended, and what others do at its end (DDP) is done."""
         self.faults.guard(
-            fuse, at_end_of_backward, lambda: at_end_of_backward(lambda: self.faults.guard(fuse, observe))
+            fuse,
+            at_end_of_backward,
+            lambda: at_end_of_backward(lambda: self.faults.meter.time(self.faults.guard, fuse, observe)),
         )
 
     def keep(self, handle: Any) -> Any:
@@ -301,15 +303,21 @@ def _gradient_hook(
 ) -> Callable[[Tensor], None]:
     failed = faults.failed
 
+    def arrives(gradient: Tensor) -> None:
+        if not (MASK.hides() or inside_a_forward()):
+            deposit(gradient.detach())
+
     def hook(gradient: Tensor | None) -> None:
         # a compiled graph's output that no loss uses gets None
         if gradient is None or fuse in failed:
             return
         try:
             # a stack of gradients that autograd.grad(is_grads_batched=True) sends through at once is no gradient
-            stacked = not torch.compiler.is_compiling() and is_batched(gradient)
-            if not (stacked or MASK.hides() or inside_a_forward()):
-                deposit(gradient.detach())
+            if torch.compiler.is_compiling():
+                if not MASK.hides():
+                    deposit(gradient.detach())
+            elif not is_batched(gradient):
+                faults.meter.time(arrives, gradient)
         except Exception as error:
             faults.report(fuse, error)
 

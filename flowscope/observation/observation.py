@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isfunction
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,8 @@ class Observation:
         hooks.after(view.model, "root hook", self._root_ends, always=True)
         if not any(instrument.counts_canary for instrument in self.instruments):
             hooks.after(view.model, "root hook", self._root_output)
+        if any(device.type != "cpu" for device in view.devices):
+            self.faults.meter.clock = perf_counter_ns
         for buffer in (hooks.canary.buffer, *(i.buffer for i in self.instruments if i.buffer is not None)):
             buffer.prepare(view.devices)
 

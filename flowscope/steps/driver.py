@@ -243,6 +243,9 @@ class StepDriver:
             found_inf,
         )
         self.ended.append(ended)
+        self.count.pace.step_ended(sampled=self._machine.sampling)
+        if self._machine.sampling and not several_processes() and self._attempt("cost", self.count.follow):
+            self._attempt("cost", self._recorder.tell_cost)
         self.count.step += 1
         # what the GradScaler skips, and what ends outside of an optimizer's step, enters no sum over ranks
         shared = self._machine.sampling and not flags

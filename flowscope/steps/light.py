@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from flowscope.arguments import loss_value
+from flowscope.meter import TOLD
 from flowscope.observation.observation import Observation
 from flowscope.steps.ended import EndedStep, EndedSteps
 from flowscope.steps.glance import Glance
@@ -121,6 +122,7 @@ class LightSteps:
             self._made[optimizer] += 1
             self._values.append(None)
             self._count.step = step + 1
+            self._count.pace.step_ended(sampled=False, untimed=TOLD)
             self.stepped()
 
     def _unusual(self, optimizer: Optimizer) -> bool:
