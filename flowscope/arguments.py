@@ -21,7 +21,7 @@ from flowscope.instruments import Instrument
 from flowscope.model.structure import is_scripted
 from flowscope.records import Alert
 from flowscope.schedule import Schedule
-from flowscope.sinks import Sink
+from flowscope.sinks import BackgroundSink, Sink
 from flowscope.sinks.reading import is_run
 from flowscope.steps.losses import LateLoss
 
@@ -173,7 +173,8 @@ def named_sinks(sinks: Iterable[Any]) -> list[tuple[str, Sink]]:
             raise FlowscopeError(
                 f"watch(sinks=...): entry {number} is {got}, expected an object with write(event) and close().{make}"
             )
-    return named
+    waits = [bool(getattr(sink, "waits_for_server", False)) for _, sink in named]
+    return [(fuse, BackgroundSink(sink) if wait else sink) for (fuse, sink), wait in zip(named, waits, strict=True)]
 
 
 def stop_kinds(stop_on: Any, detectors: Any = (), reference: Any = None) -> list[str]:

@@ -34,7 +34,10 @@ class MlflowSink:
         tracking_uri: where it is; None takes the current one.
         metrics: names of the metrics to log; None: those that are meant for loggers (`Metric.logged`).
         prefix: of all names.
-        synchronous: False sends records from MLflow's own thread, which a far-away server asks for; `close` waits.
+        synchronous: False sends records from MLflow's own thread, and `close` waits.
+
+    Attributes:
+        waits_for_server: whether `watch` writes from a thread of its own, so that no step waits for a far-away server.
 
     Raises:
         FlowscopeError: there is no run.
@@ -56,6 +59,7 @@ class MlflowSink:
                 )
             run_id = active.info.run_id
         self._run_id = run_id
+        self.waits_for_server = synchronous and (tracking_uri or mlflow.get_tracking_uri()).startswith("http")
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._metrics, self._prefix, self._synchronous = listed(metrics), prefix, synchronous
         self._standing = StandingAlerts()

@@ -4,6 +4,9 @@
     ConsoleSink()              one line a record, alerts in full
     MemorySink()               the last records and alerts
     TensorBoardSink(log_dir)   depth profiles as tensors, a few scalars with their layout, images, alerts as text
+    BackgroundSink(sink)       another sink, written to from a thread: for what waits for a server
+
+A sink with the attribute `waits_for_server = True` is put into a `BackgroundSink` by `watch`.
 
 Sinks raise on faults and stay closable afterwards; who writes to them catches, reports once and stops using them, but
 those that `keeps_trying` says so of: the files.
@@ -14,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flowscope.records import Event, Run
+from flowscope.sinks.background import BackgroundSink
 from flowscope.sinks.console import ConsoleSink, depth_profile_text, sparkline
 from flowscope.sinks.jsonl import JsonlSink
 from flowscope.sinks.memory import MemorySink
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from flowscope.sinks.tensorboard import TensorBoardSink
 
 __all__ = [
+    "BackgroundSink",
     "ConsoleSink",
     "JsonlSink",
     "MemorySink",
