@@ -101,6 +101,16 @@ def axis_of(node: Any) -> int | None:
     return axis if axis < 1 << 63 else axis - (1 << 64)
 
 
+def batch_statistics_of(node: Any) -> tuple[Tensor, Tensor] | None:
+    """The mean and 1 / sqrt(variance + eps) of a batch, [C] each, as the node of a batch norm in training keeps them.
+
+    None where it is no such node (the one of CPUs is known), or hooks stand between it and what it saves.
+    """
+    if node is None or node.name() != "NativeBatchNormBackward0" or saves_otherwise() or not node._saved_training:
+        return None
+    return node._saved_result1, node._saved_result2
+
+
 NOT, MEAN, SUM = range(3)
 """How a loss is reduced to one number, as its node keeps it."""
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from watch_models import close_to, watched
 
-from flowscope.instruments.batch_norm import ENTRIES, norm_gap, some_of
+from flowscope.instruments.batch_norm import ENTRIES, NormProbe, norm_gap, some_of
 from flowscope.model.structure import keeps_statistics
 from flowscope.records import Record
+from flowscope.torch_internals import batch_statistics_of
 
 SHAPES = {1: (7,), 2: (5, 6), 3: (3, 4, 2)}
 CHANNELS = 6
@@ -146,3 +147,17 @@ def test_the_gap_by_hand() -> None:
     # a channel that is constant in the batches has eps left
     assert norm_gap(0 * one, 0 * one, 0 * one, 0 * one, eps=1e-5) == 0.0
     assert np.isnan(norm_gap(0 * one, 0 * one, one, one, eps=0.0))
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (5, 3, 40, 41)])
+def test_what_the_node_of_a_batch_norm_keeps_is_what_reading_the_input_gives(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(3, eps=0.3) if len(shape) == 4 else torch.nn.BatchNorm1d(3, eps=0.3)
+    x = (2 * torch.randn(shape) + 3).requires_grad_()
+    kept = NormProbe("", norm)
+    kept.add(x.detach(), norm(x).grad_fn)
+    # all entries of a channel, in fp64
+    entries = x.detach().double().movedim(1, 0).flatten(1).numpy()
+    close_to(kept.sums, [entries.mean(1), entries.var(1, ddof=1)], rtol=1e-5)
+    assert batch_statistics_of(norm.eval()(x).grad_fn) is None
+    assert batch_statistics_of((norm.train()(x) * 2).grad_fn) is None

@@ -23,6 +23,7 @@ from flowscope.model.plan import display_path
 from flowscope.model.structure import attribute
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
+from flowscope.torch_internals import batch_statistics_of
 
 ENTRIES = 4096
 """Entries of a channel that are looked at, about: evenly spaced positions, and samples where there are more of them."""
@@ -41,10 +42,15 @@ class NormProbe:
         self.average: Array | None = None
         self.records = 0
 
-    def add(self, x: Tensor) -> None:
-        """Count the mean and the variance of a batch [B, C, ...]."""
-        variance, mean = torch.var_mean(some_of(x).float(), [0, *range(2, x.dim())], correction=1)
-        both = torch.stack([mean, variance])
+    def add(self, x: Tensor, node: Any) -> None:
+        """Count the mean and the variance of a batch [B, C, ...], which the node of its output may have kept."""
+        if (kept := batch_statistics_of(node)) is not None:
+            mean, variance = kept[0].double(), kept[1].double().pow(-2) - self.eps
+            count = x.numel() // x.shape[1]
+            both = torch.stack([mean, variance * (count / max(1, count - 1))]).to(kept[0].dtype)
+        else:
+            variance, mean = torch.var_mean(some_of(x).float(), [0, *range(2, x.dim())], correction=1)
+            both = torch.stack([mean, variance])
         self.sums = both if self.sums is None else self.sums + both
         self.calls += 1
 
@@ -95,7 +101,7 @@ class NormGaps(Instrument):
         x = next(floating_tensors((args, kwargs)), None)
         if x is not None and x.dim() >= 2 and x.shape[1] == _channels(module):
             with torch.no_grad():
-                probe.add(x.detach())
+                probe.add(x.detach(), output.grad_fn if isinstance(output, Tensor) else None)
 
     def take(self) -> Taken | None:
         """[4, C] of each module that saw a batch."""
