@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def costs(header: RunHeader) -> list[str]:
     line = f"cost: {cost['share']:.2%} of a step of {_seconds(cost['bare_step'])}, {_seconds(cost['sample'])} a sample"
     if "interval" in cost:
         line += f"; after the first steps each {cost['interval']:.0f}th is sampled"
-    if cost.get("budget", 1.0) < cost["share"]:
+    if cost.get("budget", math.inf) < cost["share"]:
         line += f", and the budget of {cost['budget']:.2%} is missed: watch(budget=...) asks for another"
     return [f"  {line}."]
 

@@ -140,6 +140,7 @@ def test_a_fixed_cadence_tells_its_cost_too_and_keeps_to_itself() -> None:
     with flowscope.watch(model, optimizer, every=4, config={"console": "off"}) as scope:
         train(scope, model, optimizer, 60)
         cost = scope.run.header.cost
+        assert f"  cost: {cost['share']:.2%} of a step of " in scope.summary()
     assert gaps([record.step for record in scope.records])[1:] in ([2, 4], [4], [3, 4])
     assert cost.keys() == {"first_steps", "sample", "light_step", "bare_step", "share"}
     assert all(value > 0 for value in cost.values())

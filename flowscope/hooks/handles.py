@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from flowscope.faults import Hook
+from flowscope.faults import Hook, Samples
 from flowscope.torch_internals import before_compiling, frames_compiled
 
 
@@ -113,14 +113,27 @@ class Handles(list[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.parking = Parking()
+        self._off = False, 0
+        """Whether all are off, and how many there were then: asked after every step."""
 
-    def park(self, chosen: Callable[[Hook], bool]) -> None:
-        """Take the hooks that are chosen off until `unpark`. Never within a forward."""
+    def park(self, always: Samples, *, every: bool) -> None:
+        """Take hooks off until `unpark`: those that do not look at each step, or all. Never within a forward.
+
+        Args:
+            always: the switch of those that look at each step.
+            every: take these off too.
+        """
+        if self._off == (every, len(self)):
+            return
+        if self._off[0]:
+            self.unpark()
         hooks = (one for one in self if isinstance(one, ModuleHook | ParameterHook))
-        self.parking.park([one for one in hooks if chosen(one.hook)])
+        self.parking.park([one for one in hooks if every or one.hook.switch is not always])
+        self._off = every, len(self)
 
     def unpark(self) -> None:
         """Put them back where they were."""
+        self._off = False, 0
         self.parking.unpark()
 
 
