@@ -10,7 +10,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from flowscope.errors import FlowscopeError, nearest
 
 Family = Literal["flow", "depth", "parameters"]
-BESIDE = ("every", "flows", "gates", "parameters", "log_dir", "on_alert", "sinks", "scaler", "detectors", "reference")
+BESIDE = (
+    "every",
+    "budget",
+    "flows",
+    "gates",
+    "parameters",
+    "log_dir",
+    "on_alert",
+    "sinks",
+    "scaler",
+    "detectors",
+    "reference",
+)
 """Arguments of `watch` that are looked for among its settings."""
 SETTINGS = "print(flowscope.WatchConfig()) shows every setting, help(flowscope.watch) the arguments beside them."
 

@@ -378,7 +378,7 @@ def test_a_decay_by_batch_instead_of_epoch_is_told_while_the_loss_is_where_it_be
     assert "scheduler.step()" in alert.advice
     # the sum of .8^k is 5 full steps; below a hundredth of the peak from step 21 on, and 20 more
     assert "5 full steps" in alert.message
-    assert alert.step == 50  # records come each tenth step
+    assert 41 <= alert.step <= 50  # records come each tenth step, and where the rate has fallen far within eight
 
 
 def test_a_group_of_rate_zero_beside_others_is_information() -> None:

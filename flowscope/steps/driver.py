@@ -201,7 +201,11 @@ class StepDriver:
     def _finished(self, ended: EndedStep) -> None:
         """A step becomes a record, if it is one; where one shows something between two samples, the next is sampled."""
         self._recorder.take(ended)
-        if not ended.sampled and ended.record is not None and not several_processes():
+        if ended.record is None or several_processes():
+            return
+        if ended.sampled:
+            self.count.lost = bool(ended.record.metrics["canary"].any())
+        else:
             self.count.want()
 
     # -- actions (flowscope.steps.phase.Action) ------------------------------------------------------------------------

@@ -23,12 +23,13 @@ class StepCount:
         samples: how many steps were sampled.
         ended: whether any step has ended.
         wanted: whether the next step is to be sampled beside the schedule.
+        lost: whether the last sampled step showed values that are not finite: the next ones will, too.
         pace: how long steps take, and how much of it is ours.
     """
 
     def __init__(self, schedule: Schedule, config: WatchConfig, faults: Faults) -> None:
         self.step = self.samples = 0
-        self.ended = self.wanted = False
+        self.ended = self.wanted = self.lost = False
         self._schedule, self._config, self._faults = schedule, config, faults
         self.pace = Pace(faults.meter)
         self._beside, self._had = -1, False
@@ -47,8 +48,8 @@ class StepCount:
         return self._faults.guard("schedule", lambda: bool(self._schedule(step))) is True
 
     def want(self) -> bool:
-        """Sample the next step that begins, once between two of the schedule; whether that was left."""
-        self.wanted = not self._had
+        """Sample the next step that begins, once between two of the schedule; whether that was left to do."""
+        self.wanted = not (self._had or self.lost)
         return self.wanted
 
     def next_sample(self) -> int:

@@ -175,6 +175,7 @@ class OptimizerClock:
             self._own.take_in(optimizer)
             self._join(optimizer)
         elif self._own.last(optimizer) and self._stepping is None and self._own.goes_on(optimizer):
+            self._turns.plain = False
             self._join(optimizer)
         if not self._turns.of(optimizer):
             self._place(optimizer)
