@@ -297,7 +297,7 @@ class Scope:
     @property
     @door(lambda scope: 0)
     def forwards(self) -> int:
-        """How many forward passes in training the model has begun."""
+        """How many forward passes in training the model has begun, but for those between two samples."""
         return self._driver.observation.passes.forwards if self._driver is not None else 0
 
     @door()

@@ -14,6 +14,9 @@ from watch_models import IN, Checkpointed, Stack, data, loss_of, scaled_step, sg
 
 import flowscope
 from flowscope.faults import Hook
+from flowscope.hooks.hooks import Hooks
+from flowscope.instruments import Instrument
+from flowscope.model.view import ModelView
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -321,6 +324,27 @@ def test_where_a_loop_gives_no_losses_the_canary_looks_at_each_step() -> None:
             loss_of(model, (x * float("nan") if k == 14 else x, y)).backward()
             optimizer.step()
     assert "non_finite" in {alert.kind for alert in scope.alerts if alert.step == 14}
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_an_instrument_from_outside_sees_every_step_unless_it_says_otherwise(says: bool) -> None:
+    class Watcher(Instrument):
+        name = "watcher"
+        calls = 0
+
+        def attach(self, view: ModelView, hooks: Hooks) -> None:
+            hooks.after(view.model, self.fuse, self.count)
+
+        def count(self, *args: Any) -> None:
+            Watcher.calls += 1
+
+    if says:
+        Watcher.rests = lambda self: True
+    model = Stack()
+    optimizer = sgd(model)
+    with watched(model, optimizer, every=30, instruments=[Watcher]) as scope:
+        train(scope, model, optimizer, 25)
+    assert Watcher.calls == (FIRST if says else 25)
 
 
 def test_what_is_compiled_keeps_its_hooks() -> None:

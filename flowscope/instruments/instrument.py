@@ -133,8 +133,11 @@ class Instrument:
         return 0
 
     def rests(self) -> bool:
-        """Whether steps that are not sampled may pass without it: it is told nothing of them then."""
-        return True
+        """Whether steps that are not sampled may pass without it: its hooks are off then, and it is told nothing.
+
+        False of one from outside that does not say so: its hooks may look at every step.
+        """
+        return type(self).__module__.startswith("flowscope.")
 
     def discard(self) -> None:
         """Forget what backward deposited, not what forwards under way wait with."""

@@ -83,6 +83,10 @@ class PointStatistic(Instrument):
         """From now on it is measured at every point."""
         hooks.statistics.append(self)
 
+    def rests(self) -> bool:
+        """Points are measured in sampled steps; one that attaches more than that is as any from outside."""
+        return type(self).attach is PointStatistic.attach or super().rests()
+
     def look(self, point: Point) -> Tensor:
         """`sums` of a point; overridden by one that must know which axis is which (`point.reader.read(point.x)`)."""
         return self.sums(point.x)

@@ -90,7 +90,9 @@ class Observation:
 
     def _hearing(self, event: str) -> list[Instrument]:
         default = getattr(Instrument, event)
-        return [i for i in self.instruments if event in ALWAYS_TOLD or getattr(type(i), event) is not default]
+        own = [i for i in self.instruments if event in ALWAYS_TOLD or getattr(type(i), event) is not default]
+        # the default is asked once
+        return own if event != "rests" else [i for i in self.instruments if i in own or not i.rests()]
 
     def _tell(self, event: str, *args: Any, **named: Any) -> None:
         """Call a method of the instruments; a fault switches off that one alone."""
