@@ -362,8 +362,9 @@ class StarvedPlayer(Detector):
     kind = VanishingGradient.kind
     shown_by, extreme = VanishingGradient.shown_by, VanishingGradient.extreme
     advice = (
-        "let the loss not saturate where the critic is sure (-log D(G(z)) instead of log(1 - D(G(z)))), and give the "
-        "critic a lower rate or fewer steps"
+        "in a GAN let the loss not saturate where the critic is sure (-log D(G(z)) instead of log(1 - D(G(z)))), and "
+        "give the critic a lower rate or fewer steps. Where both nets share one loss, look first what the other one "
+        "shows (dead units, a loss that ran away)"
     )
     begins_with: ClassVar[dict[str, Any]] = {"first": {}, "recent": {}}
 
@@ -402,7 +403,7 @@ class StarvedPlayer(Detector):
             return self.near(norm < limit * self.config.release_factor, cause=path)
         message = (
             f"the gradient of {path or 'the model'}, which reaches it through another net only, has fallen from "
-            f"{start:.2g} to {norm:.2g} (limit {limit:.2g}): that net has won and teaches nothing"
+            f"{start:.2g} to {norm:.2g} (limit {limit:.2g}): that net has won, or is dead itself, and teaches nothing"
         )
         return self.found(path, norm, limit, message, cause=path, records=self.config.baseline_records)
 
