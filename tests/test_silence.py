@@ -756,6 +756,23 @@ def test_a_delayed_actor_is_judged_on_the_steps_of_its_own_optimizer(delay: int,
     assert places == (["actor"] if cut else [])
 
 
+@pytest.mark.parametrize(("name", "severity"), [("pooler", "info"), ("side", "warning")])
+def test_a_pooler_whose_answer_is_left_over_is_a_note(name: str, severity: str) -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(6, 16, 16), nn.Linear(16, 3)
+            self.add_module(name, nn.ModuleDict({"dense": nn.Linear(16, 16)}))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            self.get_submodule(name)["dense"](h)
+            return self.head(h)
+
+    found = [(a.severity, a.where) for a in trained(model=Body()).alerts if "in any of its" in a.message]
+    assert found == [(severity, f"{name}.dense")]
+
+
 def test_modules_that_are_asked_to_tell_may_be_compiled() -> None:
     """A hook that comes after the first graph is traced into the next one, and does nothing there."""
 

@@ -17,6 +17,8 @@ NONE_RECORDS = 3
 """Nothing at all had a gradient: single steps without one are made to begin a scheduler."""
 NEVER_STEPS = 10
 """So many steps of its own optimizer found no gradient in a parameter (a delayed actor's optimizer waits with it)."""
+POOLER = "pooler"
+"""What lies in a module of this name is a note where its answer is left over."""
 TURNS = 10
 """Where parameters of one optimizer take turns, one waits so many times as long for its first."""
 
@@ -113,6 +115,8 @@ class Unreached(Detector):
             return None
         taken = bool(held.cleared[never].all())
         never &= taken | ~held.cleared
+        spare = np.array([_spare(parameter_name(record, header, row)) for row in range(never.size)])
+        never &= ~spare | bool(spare[never].all())
         first, count = parameter_name(record, header, int(np.argmax(never))), int(never.sum())
         total, steps = int(held.held.sum()), int(held.waiting[never].min())
         message = (
@@ -124,8 +128,8 @@ class Unreached(Detector):
             "result into the loss; if it is meant to stay fixed, set requires_grad_(False) on it"
         )
         severity = part(count, total)
-        if taken and severity == "warning":
-            severity = "info"  # a few, by name: prototypes that are left alone at first
+        if severity == "warning" and (taken or bool(spare[never].all())):
+            severity = "info"  # a few, by name: prototypes that are left alone at first, or a pooler
         if taken or bool(held.lost[never].any()):
             message, advice = f"{message}: what backward left there was gone when the optimizer stepped", LOST
         return self.found(
@@ -214,6 +218,11 @@ class Unreached(Detector):
 def unreached(held: Held) -> Flags:
     """What an optimizer holds, never had a gradient, and is not known to have never run."""
     return held.held & np.greater(held.waiting, 0) & np.not_equal(held.called, 0)
+
+
+def _spare(parameter: str) -> bool:
+    """Whether it belongs to a pooler: bodies of transformers run theirs whether or not anyone asks for its answer."""
+    return POOLER in parameter.split(".")
 
 
 def part(count: int, total: int) -> Severity:
