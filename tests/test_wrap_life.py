@@ -115,6 +115,22 @@ def by_save_pretrained(mode: str, path: Path) -> None:
     torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+def by_lora(mode: str, path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model, base, ids = language_model(mode), language_model(mode), torch.arange(8).reshape(1, 8) + 3
+    names = ["query", "value"] if mode in POST_NORM else ["q_proj", "v_proj"]
+    settings = peft.LoraConfig(target_modules=names, modules_to_save=["connection"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            assert parameter.requires_grad == ("lora" in name or "modules_to_save" in name)
+            if "connection" in name:
+                parameter.add_(0.05)
+    adapted.save_pretrained(path)
+    loaded = peft.PeftModel.from_pretrained(base, path)
+    torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, adapted.eval()(input_ids=ids).logits)
+
+
 def by_generate(mode: str, path: Path) -> None:
     model, ids = language_model(mode), torch.arange(8).reshape(1, 8) + 3
     settings: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -185,6 +201,7 @@ LIVES: dict[str, Callable[[str, Path], None]] = {
     "safetensors": by_safetensors,
     "save_pretrained": by_save_pretrained,
     "DCP": by_distributed_checkpoint,
+    "LoRA": by_lora,
     "generate, cache": by_generate,
     "export, dynamic batch": by_export,
     "strict export": by_strict_export,

@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("flowscope").propagate = False
     logging.getLogger("flowscope").addHandler(logging.NullHandler())
     torch.set_num_threads(1)
+    images.with_operators()  # before transformers asks for torchvision
     named = [one for one in arguments if one in ZOOS] or list(ZOOS)
     chosen = [one for one in arguments if one not in ZOOS]
     wrong = 0
