@@ -35,6 +35,7 @@ class RunRow:
         step: of the last record.
         records: how many there are.
         seconds: from the beginning of the run to what was last written.
+        own: the time of flowscope itself, as a share of a step without it; None where it was not measured.
         bytes: what its files take on the disk.
     """
 
@@ -48,6 +49,7 @@ class RunRow:
     step: int | None
     records: int
     seconds: float | None
+    own: float | None
     bytes: int
 
 
@@ -94,6 +96,7 @@ def _row(path: Path, below: Path) -> RunRow:
         step=run.records[-1].step if run.records else None,
         records=len(run.records),
         seconds=_seconds(path, files),
+        own=run.header.cost.get("share") if run.header else None,
         bytes=sum(file.stat().st_size for file in files),
     )
 
@@ -123,14 +126,14 @@ def _seconds(path: Path, files: Sequence[Path]) -> float | None:
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
-HEADS = ("run", "verdict", "first alert", "where", "since", "loss", "steps", "time", "disk")
+HEADS = ("run", "verdict", "first alert", "where", "since", "loss", "steps", "time", "own time", "disk")
 
 
 def table(rows: Sequence[RunRow]) -> list[str]:
     """The rows as lines for a terminal, with a head."""
     cells = [HEADS, *map(_cells, rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
-    right = {HEADS.index(name) for name in ("since", "loss", "steps", "time", "disk")}
+    right = {HEADS.index(name) for name in ("since", "loss", "steps", "time", "own time", "disk")}
     return [
         "  ".join(
             cell.rjust(width) if column in right else cell.ljust(width)
@@ -151,5 +154,6 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         "-" if row.loss is None else f"{row.loss:.4g}",
         "-" if row.step is None else str(row.step + 1),
         "-" if row.seconds is None else duration(row.seconds),
+        "-" if row.own is None else f"{row.own:.1%}",
         f"{row.bytes / 1e6:.1f} MB",
     )

@@ -14,7 +14,7 @@ BLOCKS = 24
 POINTS = ("blocks.0:input", *(f"blocks.{i}" for i in range(BLOCKS)))
 PARAMETERS = tuple(f"blocks.{i}.{name}" for i in range(BLOCKS) for name in ("qkv.weight", "qkv.bias", "mlp.weight"))
 LABELS = {"gradient_product": POINTS, "gain": POINTS[1:], "param_grad_norm": PARAMETERS, "update_ratio": PARAMETERS}
-HEADER = RunHeader("0.2", (FlowLayout("blocks", "blocks", POINTS, POINTS[1:]),), LABELS)
+HEADER = RunHeader("0.2", (FlowLayout("blocks", "blocks", POINTS, POINTS[1:]),), LABELS, cost={"share": 0.0123})
 STEPS = (*range(10), *range(10, 121, 10))
 LOST_AT, TOLD_AT = 4, 5
 

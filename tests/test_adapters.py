@@ -6,19 +6,19 @@ it is installed. CONTRACTS is what each package was seen to call, and both are h
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
 import itertools
 import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from stand_ins import standing_in
 from torch import Tensor, nn
 
 from flowscope.detectors import Detector
@@ -100,22 +100,16 @@ CONTRACTS = {
 @pytest.fixture(params=["stand-in", "real"])
 def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
     """Gives the package, or puts its stand-in where the adapter will import it from."""
-    adapters: list[str] = []
     monkeypatch.setenv("KERAS_BACKEND", "torch")
+    with contextlib.ExitStack() as held:
 
-    def get(name: str) -> Any:
-        if request.param == "real":
-            return pytest.importorskip(name)
-        adapters.append(f"flowscope.integrations.{name}")
-        sys.modules.pop(adapters[-1], None)
-        for path, held in importlib.import_module(f"stand_ins.{name}").MODULES.items():
-            monkeypatch.setitem(sys.modules, path, ModuleType(path))
-            vars(sys.modules[path]).update(held)
-        return sys.modules[name]
+        def get(name: str) -> Any:
+            if request.param == "real":
+                return pytest.importorskip(name)
+            held.enter_context(standing_in(name))
+            return sys.modules[name]
 
-    yield get
-    for path in adapters:
-        sys.modules.pop(path, None)
+        yield get
 
 
 def runs(events: list[str]) -> list[str]:

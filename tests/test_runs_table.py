@@ -21,19 +21,23 @@ def alert(kind: str, step: int, severity: str = "error", state: str = "raised", 
     return Alert(kind, severity, "blocks.3", step, 1.0, 2.0, "message", "advice", state, since)  # type: ignore[arg-type]
 
 
-def write(folder: Path, steps: int, loss: float | None, alerts: list[Alert] | None = None) -> None:
+def write(
+    folder: Path, steps: int, loss: float | None, alerts: list[Alert] | None = None, share: float | None = None
+) -> None:
     sink = JsonlSink(folder)
     sink.write(RunHeader("0"))
     for step in range(steps):
         sink.write(Record(step, loss, {"gain": np.arange(4.0)}, notes=('a quoted ","metrics": in a note',)))
     for event in alerts or []:
         sink.write(event)
+    if share is not None:  # known after some steps
+        sink.write(RunHeader("0", cost={"share": share}))
     sink.close()
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    write(tmp_path / "run10", 3, 0.5)
+    write(tmp_path / "run10", 3, 0.5, share=0.0123)
     write(tmp_path / "run9", 4, 2.5, [alert("spike", 1, "warning", since=0), alert("vanishing_gradient", 2)])
     write(tmp_path / "sweep/run2", 5, None, [alert("spike", 1), alert("spike", 3, state="resolved")])
     write(tmp_path / "empty", 0, None)
@@ -49,7 +53,8 @@ def test_a_row_says_what_the_run_says(runs: Path) -> None:
     assert sick.bytes == (runs / "run9/flowscope.jsonl").stat().st_size
     over = rows["sweep/run2"]
     assert (over.verdict, over.first, over.standing, over.loss) == ("ok", "spike", 0, None)
-    assert (rows["run10"].verdict, rows["run10"].first) == ("ok", None)
+    assert (rows["run10"].verdict, rows["run10"].first, rows["run10"].own) == ("ok", None, 0.0123)
+    assert sick.own is None
     assert (rows["empty"].verdict, rows["empty"].step) == ("none", None)
 
 
@@ -77,7 +82,7 @@ def test_rows_are_sorted_by_a_column_and_those_without_a_value_come_last(runs: P
 def test_the_command_prints_a_table_and_one_array(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(runs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "verdict", "first", "alert", "where", "since", "loss", "steps", "time", "disk"]
+    assert head.split() == ["run", "verdict", "first", "alert", "where", "since", "loss", "steps", "time", "own", "time", "disk"]
     assert len(lines) == 4
     assert "spike (+1)" in lines[1]
     assert main(["runs", str(runs), "--json", "--sort", "loss"]) == 0

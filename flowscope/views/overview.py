@@ -82,6 +82,7 @@ def _run_payload(run: RunView, room: Room) -> dict[str, Any]:
         ],
         "differs": list(run.differs),
         "behind": _behind(header),
+        "own": header.cost.get("share") if header else None,
         "config": strict(header.config) if header else {},
         "environment": strict(header.environment) if header else {},
         "stamp": run.stamp,

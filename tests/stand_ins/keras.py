@@ -37,9 +37,9 @@ class Layer(nn.Module):
 
 
 class Dense(Layer):
-    def __init__(self, units: int, activation: str | None = None, *, name: str) -> None:
+    def __init__(self, units: int, activation: str | None = None, *, name: str = "") -> None:
         super().__init__()
-        self.units, self.name = units, name
+        self.units, self.name = units, name or f"dense_{id(self)}"
         self.activation = torch.tanh if activation == "tanh" else lambda x: x
 
     def build(self, width: int) -> int:
@@ -72,7 +72,8 @@ class Model(Layer):
         return [self, *self._layers] if include_self else [*self._layers]
 
     def compile(self, optimizer: Any, loss: Any) -> None:
-        self.optimizer, self._loss = optimizer, loss
+        self.optimizer = {"adam": 1e-3}.get(optimizer, optimizer)
+        self._loss = {"mse": nn.functional.mse_loss}.get(loss, loss)
         self._loss_tracker = SimpleNamespace(total=Variable(), count=Variable())
 
     def get_weights(self) -> list[Any]:
@@ -83,7 +84,7 @@ class Model(Layer):
             x = layer(x)
         return x
 
-    def fit(self, x: Any, y: Any, *, batch_size: int, epochs: int, callbacks: Any, **options: Any) -> None:
+    def fit(self, x: Any, y: Any, *, batch_size: int, epochs: int = 1, callbacks: Any, **options: Any) -> None:
         def tell(event: str, *given: Any) -> None:
             for callback in callbacks:
                 getattr(callback, event)(*given)

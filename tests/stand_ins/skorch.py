@@ -24,6 +24,9 @@ class NeuralNetClassifier:
         self.module, self.criterion, self.callbacks, self.lr = module, criterion, callbacks, lr
         self.max_epochs, self.batch_size = options["max_epochs"], options["batch_size"]
 
+    def set_params(self, **options: Any) -> NeuralNetClassifier:
+        return self
+
     def notify(self, name: str, **given: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, **given)

@@ -71,7 +71,7 @@ class Policy(nn.Module):
 class Algorithm:
     policy_delay, on_policy, acts = 1, False, 1
 
-    def __init__(self, policy: str, environment: str, *, seed: int, device: str, **more: Any) -> None:
+    def __init__(self, policy: str, environment: str, *, seed: int = 0, device: str = "cpu", **more: Any) -> None:
         torch.manual_seed(seed)
         self.policy = self.make()
         self.logger, self.updates = SimpleNamespace(name_to_value={}), 0
@@ -81,6 +81,7 @@ class Algorithm:
         return Policy(type(self).__name__)
 
     def learn(self, steps: int, callback: Any) -> Any:
+        callback = callback if isinstance(callback, list) else [callback]
         for one in callback:
             one.model = self
             one._on_training_start()
