@@ -92,6 +92,7 @@ def test_fifty_runs_are_filtered_sorted_grouped_and_told_apart(browser: Any, rep
     verdicts = rows.locator("td.sign").all_inner_texts()
     assert [text.split()[-1] for text in verdicts] == ["error"] * len(sick) + ["ok"] * (50 - len(sick))
     page.get_by_role("columnheader", name="loss").get_by_role("button").click()
+    assert rows.first.locator("td:nth-child(9)").inner_text() == "1.2 %"
     losses = [float(text) for text in rows.locator("td:nth-child(7)").all_inner_texts()]
     assert losses == sorted(losses)
     page.get_by_label("Group runs").select_option("verdict")

@@ -82,7 +82,20 @@ def test_rows_are_sorted_by_a_column_and_those_without_a_value_come_last(runs: P
 def test_the_command_prints_a_table_and_one_array(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(runs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "verdict", "first", "alert", "where", "since", "loss", "steps", "time", "own", "time", "disk"]
+    assert head.split() == [
+        "run",
+        "verdict",
+        "first",
+        "alert",
+        "where",
+        "since",
+        "loss",
+        "steps",
+        "time",
+        "own",
+        "time",
+        "disk",
+    ]
     assert len(lines) == 4
     assert "spike (+1)" in lines[1]
     assert main(["runs", str(runs), "--json", "--sort", "loss"]) == 0

@@ -17,6 +17,7 @@ const COLUMNS_OF_RUNS = [
   ["since", (run) => worst(run)?.step, (run) => worst(run)?.step ?? "–"],
   ["loss", (run) => (typeof last(run) === "number" ? last(run) : undefined), (run) => (typeof last(run) === "number" ? format(last(run)) : last(run) ?? "–")],
   ["last", (run) => run.last_step ?? undefined, (run) => run.last_step ?? "–"],
+  ["own time", (run) => run.own ?? undefined, (run) => (run.own == null ? "–" : `${(100 * run.own).toFixed(1)} %`)],
 ];
 
 const GROUPS = {
