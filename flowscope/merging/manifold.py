@@ -70,8 +70,7 @@ def _backward(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
     steps = _iterates(logits, iterations)
     grad = grad.contiguous() * steps[-1].exp()
     for step in range(2 * iterations - 1, -1, -1):
-        # log_softmax: dx = dy - softmax * sum(dy)
-        grad = torch.addcmul(grad, steps[step].exp(), grad.sum(step % 2, keepdim=True), value=-1.0)
+        grad = torch.ops.aten._log_softmax_backward_data(grad, steps[step], step % 2, grad.dtype)
     return grad
 
 
