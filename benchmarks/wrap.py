@@ -5,8 +5,8 @@
 
 A step is forward and backward. Every variant has its own model with equal weights; in each round each variant takes one
 step on the same batch, in rotating order, and a ratio is formed within the round. The plain variant runs twice: its
-ratio to itself is the error of the method. Sections: eager (every mode and the package), interception (cost a site),
-memory (peak of a step), compiled.
+ratio to itself is the error of the method. Sections: eager (every mode and the package), wide (hyper-connections and
+the package at d=512), interception (cost a site), memory (peak of a step), compiled.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ MODES: dict[str, str] = {  # mode -> norm of the model it is put on
 }
 PEER_LIMITS = {"dhc": 0.7, "mhc": 0.4}
 SITE_LIMIT = 25.0  # us
+WIDE = {"depth": 4, "width": 512}
+WIDE_BATCH = 4
 
 
 class PassRunner(Runner):
@@ -70,7 +72,8 @@ class PeerLM(nn.Module):
             for block in model.blocks
             for branch in (nn.Sequential(block.norm1, block.attention), nn.Sequential(block.norm2, block.mlp))
         ]
-        self.layers = nn.ModuleList(init(dim=WIDTH, branch=f, layer_index=k) for k, f in enumerate(branches))
+        width = model.embed.embedding_dim
+        self.layers = nn.ModuleList(init(dim=width, branch=f, layer_index=k) for k, f in enumerate(branches))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.expand(self.embed(tokens) + self.position[: tokens.shape[1]])
@@ -79,13 +82,13 @@ class PeerLM(nn.Module):
         return self.head(self.final(self.reduce(x)))
 
 
-def plain_lm(norm: str = "pre", depth: int = DEPTH) -> ByteLM:
+def plain_lm(norm: str = "pre", depth: int = DEPTH, width: int = WIDTH) -> ByteLM:
     torch.manual_seed(0)
-    return ByteLM(norm=norm, depth=depth, width=WIDTH, heads=4, length=LENGTH)
+    return ByteLM(norm=norm, depth=depth, width=width, heads=4, length=LENGTH)
 
 
-def wrapped_lm(mode: str, depth: int = DEPTH) -> nn.Module:
-    model = plain_lm(MODES[mode], depth)
+def wrapped_lm(mode: str, depth: int = DEPTH, width: int = WIDTH) -> nn.Module:
+    model = plain_lm(MODES[mode], depth, width)
     options = {"streams": STREAMS} if mode in ("shc", "dhc", "mhc") else {}
     return flowscope.wrap(model, mode, example_inputs=torch.zeros(2, LENGTH, dtype=torch.long), **options)
 
@@ -96,23 +99,23 @@ def runner(name: str, model: nn.Module, *, compiled: bool = False) -> Runner:
     return PassRunner(name, model, torch.optim.SGD(model.parameters(), lr=1e-3), lm_loss)
 
 
-def peer_runners(depth: int = DEPTH, *, compiled: bool = False) -> list[Runner]:
+def peer_runners(depth: int = DEPTH, width: int = WIDTH, *, compiled: bool = False) -> list[Runner]:
     try:
         import hyper_connections  # noqa: F401
     except ImportError:
         print(f"{PEER} is not installed and was skipped")
         return []
-    models = {mode: PeerLM(plain_lm(depth=depth), manifold=mode == "mhc") for mode in PEER_LIMITS}
+    models = {mode: PeerLM(plain_lm(depth=depth, width=width), manifold=mode == "mhc") for mode in PEER_LIMITS}
     return [runner(f"{PEER}, {mode}", model, compiled=compiled) for mode, model in models.items()]
 
 
-def data() -> Iterator[Batch]:
-    return batches(load_text(), batch=BATCH, length=LENGTH)
+def data(batch: int = BATCH) -> Iterator[Batch]:
+    return batches(load_text(), batch=batch, length=LENGTH)
 
 
-def head(times: Times, depth: int = DEPTH) -> str:
+def head(times: Times, depth: int = DEPTH, width: int = WIDTH, batch: int = BATCH) -> str:
     return (
-        f"{depth} pre-norm blocks, d={WIDTH}, B={BATCH}, T={LENGTH}, {STREAMS} streams, forward and backward; "
+        f"{depth} pre-norm blocks, d={width}, B={batch}, T={LENGTH}, {STREAMS} streams, forward and backward; "
         f"the plain pass takes {1e3 * np.median(times):.1f} ms."
     )
 
@@ -132,6 +135,7 @@ def tables(times: dict[str, Times], modes: list[str], limits: dict[str, float]) 
             lines.append(ratio(name, times[name], bare).row())
             if mode in times:
                 peers.append(ratio(f"{mode} to {name}", times[mode], times[name], limit=limits.get(mode)))
+                peers.append(ratio(f"plain to {name}", bare, times[name], note="no connection can be below"))
     return [*lines, *(["", RATIO_HEAD, *(row.row() for row in peers)] if peers else [])]
 
 
@@ -144,6 +148,14 @@ def eager_section(args: argparse.Namespace) -> list[str]:
     runners += [*(runner(mode, wrapped_lm(mode)) for mode in modes), *peer_runners()]
     times = interleave(runners, data(), args.pairs, warmup=args.warmup)
     return ["## Eager", "", head(times["plain"]), "", *tables(times, modes, PEER_LIMITS)]
+
+
+def wide_section(args: argparse.Namespace) -> list[str]:
+    """Hyper-connections and the package where a branch costs more than a merge."""
+    runners = [runner(name, plain_lm(**WIDE)) for name in ("plain", "plain again")]
+    runners += [*(runner(mode, wrapped_lm(mode, **WIDE)) for mode in PEER_LIMITS), *peer_runners(**WIDE)]
+    times = interleave(runners, data(WIDE_BATCH), args.pairs, warmup=args.warmup)
+    return ["## Wide", "", head(times["plain"], **WIDE, batch=WIDE_BATCH), "", *tables(times, [*PEER_LIMITS], {})]
 
 
 def compiled_section(args: argparse.Namespace) -> list[str]:
@@ -264,6 +276,7 @@ def memory_section(args: argparse.Namespace) -> list[str]:
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "eager": eager_section,
+    "wide": wide_section,
     "interception": interception_section,
     "memory": memory_section,
     "compiled": compiled_section,
