@@ -50,7 +50,7 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "post-ln": Variant("post", "residual", "Post-LN", 1.2),
     "pre-ln": Variant("pre", "residual", "Pre-LN", 1.2),
-    "post-keel": Variant("post", "keel", "keel -2 on Post-LN", 1.5),
+    "post-keel": Variant("post", "keel", "keel -2 on Post-LN", 1.5, {"init_bias": -2.0}),
     "post-keel+2": Variant("post", "keel", "keel +2 on Post-LN", 1.5, {"init_bias": 2.0}),
     "pre-keel": Variant("pre", "keel", "keel +2 on Pre-LN", 1.5),
     "post-highway": Variant("post", "highway", "highway -2 on Post-LN", 1.5),
@@ -63,11 +63,16 @@ VARIANTS: dict[str, Variant] = {
 
 
 EXTRAS: dict[str, Variant] = {
+    "post-keel-auto": Variant("post", "keel", "keel auto on Post-LN", 1.5),
     "post-keel-4": Variant("post", "keel", "keel -4 on Post-LN", 1.5, {"init_bias": -4.0}),
     "pre-keel-2": Variant("pre", "keel", "keel -2 on Pre-LN", 1.5, {"init_bias": -2.0}),
     "post-highway+2": Variant("post", "highway", "highway +2 on Post-LN", 1.5, {"init_bias": 2.0}),
     "pre-highway": Variant("pre", "highway", "highway -2 on Pre-LN", 1.5),
     "pre-highway+2": Variant("pre", "highway", "highway +2 on Pre-LN", 1.5, {"init_bias": 2.0}),
+    **{
+        f"{mode}-distinct": Variant("pre", mode, f"{mode}, distinct streams", cost, {"streams_init": "distinct"})
+        for mode, cost in (("shc", 2.2), ("dhc", 2.8), ("mhc", 4.6))
+    },
     **{f"dhc-{n}": Variant("pre", "dhc", f"dhc, {n} streams", 1.6 + 0.3 * n, {"streams": n}) for n in (1, 2, 6, 8)},
     **{
         f"dhc-{init}": Variant("pre", "dhc", f"dhc, init {init}", 2.8, {"init": init})

@@ -134,6 +134,15 @@ def bias(folder: Path) -> Iterator[str]:
             yield f"{variant(name).label:<24}{depth:>6} blocks  {token:.3f}  {rank:.1f}"
 
 
+def bias_by_depth(folder: Path) -> Iterator[str]:
+    yield "nats gained over byte frequencies"
+    for depth in (128, 256):
+        for lr in (1e-3, 3e-3):
+            for name in ("post-keel", "post-keel-auto"):
+                which = f"{depth:>5} blocks, {STEPS[depth]} steps, rate {lr:g}  {variant(name).label:<22}"
+                yield f"{which}{spread(seeds(folder, name, depth, STEPS[depth], 3, lr=lr))}"
+
+
 def gates(folder: Path) -> Iterator[str]:
     yield "mean gate by sixth of the depth, input first; start: sigmoid(2) = .881, sigmoid(-2) = .119"
     for name in ("pre-keel", "post-keel", "post-highway"):
@@ -170,6 +179,18 @@ def static_dynamic(folder: Path) -> Iterator[str]:
         for name in ("pre-ln", "shc", "dhc"):
             gained = spread(seeds(folder, name, depth, 150, count))
             yield f"{depth:>4} blocks, 150 steps  {variant(name).label:<18}{gained}"
+
+
+def streams_init(folder: Path) -> Iterator[str]:
+    yield f"12 blocks, 150 steps; the largest stream's share at the end{'':<9}{'signal':>10}{'gradient':>10}"
+    for name in ("shc", "shc-distinct", "dhc", "dhc-distinct", "mhc", "mhc-distinct"):
+        gained = spread(seeds(folder, name, 12, 150, 3))
+        kept = [trained(folder, name, 12, 150, seed=seed) for seed in range(3)]
+        shares = (
+            np.mean([np.nanmean(profile(result, metric)) for result in kept])
+            for metric in ("dominant_stream", "dominant_stream_grad")
+        )
+        yield f"{variant(name).label:<24}{gained:<44}" + "".join(f"{share:>10.3f}" for share in shares)
 
 
 def mixing(folder: Path) -> Iterator[str]:
@@ -252,10 +273,12 @@ CLAIMS: dict[str, Claim] = {
     "similarity": Claim("Pre-LN's layers become alike with depth; hyper-connections' do less", similarity),
     "seesaw": Claim("Pre-LN and Post-LN trade gradient against similarity; hyper-connections escape", seesaw),
     "bias": Claim("A gate bias of +2 starts toward carry", bias),
+    "bias-by-depth": Claim("A gate on Post-LN begins at 1 / sqrt(merges): -2 to 70 merges, less beyond", bias_by_depth),
     "gates": Claim("Gates: .7-.9 shallow, .5-.7 in the middle, .3-.5 deep", gates),
     "expansion": Claim("Expansion rate 2, 4, 6, 8: parameters, time, memory, loss", expansion),
     "initialisations": Claim("The initialisations of hyper-connections", initialisations),
     "static-dynamic": Claim("Static is like dynamic when shallow, far worse when deep", static_dynamic),
+    "streams-init": Claim("Streams that begin distinct share the work, and help", streams_init),
     "mixing": Claim("Unconstrained mixing gains grow, the manifold's stay near 1", mixing),
     "dynamic-scale": Claim("The dynamic factor should start at .01 to .1", dynamic_scale),
     "advice": Claim("Lower base rate, longer warm-up, 1.3 x rate and 0.7 x clip for connections", advice),

@@ -31,6 +31,17 @@ def test_automatic_bias_goes_by_the_norm_and_a_number_is_obeyed():
         torch.testing.assert_close(fixed.merge(site, None, x, f)[0], x + f / (1 + math.exp(-0.5)))
 
 
+@pytest.mark.parametrize("merges", [1, 4, 5, 48, 70, 71, 128, 512, 2048])
+def test_automatic_bias_behind_norms_falls_with_depth(merges):
+    context = ConnectionContext(D, 2, blocks=merges, total_sites=merges, norm_kinds=("post", "pre"))
+    shut, held_open = make_connection("keel", context, parse_options("keel")).init_biases
+    assert held_open == 2.0
+    if merges <= 70:
+        assert shut == -2.0
+    else:
+        assert 1 / (1 + math.exp(-shut)) == pytest.approx(merges**-0.5)
+
+
 @pytest.mark.parametrize("mode", ["keel", "highway"])
 @pytest.mark.parametrize("gate", ["token", "feature"])
 def test_gate_position_by_position(mode, gate):

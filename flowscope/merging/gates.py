@@ -28,7 +28,7 @@ class KeelOptions(ModeOptions):
 
     starting = ("init_bias",)
     init_bias: float | Literal["auto"] = Field(
-        "auto", description="+2 on pre-norm sites, -2 elsewhere; a number is obeyed"
+        "auto", description="+2 on pre-norm sites, else -2 or less by depth (`shut_bias`); a number is obeyed"
     )
     gate: Literal["token", "feature"] = Field("token", description="one gate a position, or one a feature")
     share_gate: Literal["site", "block"] = Field("site", description="one gate a site, or one for the block's sites")
@@ -41,6 +41,14 @@ class HighwayOptions(ModeOptions):
     starting = ("init_bias",)
     init_bias: float = Field(-2.0, description="negative starts toward carry (Srivastava et al. 2015)")
     gate: Literal["token", "feature"] = "feature"
+
+
+def shut_bias(merges: int) -> float:
+    """Return the first bias of a gate whose branch must not add up over depth: sigmoid(bias) = 1 / sqrt(merges).
+
+    Not above -2, the bias of 70 merges.
+    """
+    return min(-2.0, -math.log(math.sqrt(merges) - 1.0)) if merges > 4 else -2.0
 
 
 class Gate(nn.Module):
@@ -112,7 +120,8 @@ class KeelConnection(GatedConnection):
 
     def __init__(self, context: ConnectionContext, options: KeelOptions) -> None:
         count = 1 if options.share_gate == "block" else context.sites
-        auto = tuple(2.0 if kind == "pre" else -2.0 for kind in context.norm_kinds[:count])
+        shut = shut_bias(context.total_sites)
+        auto = tuple(2.0 if kind == "pre" else shut for kind in context.norm_kinds[:count])
         biases = auto if options.init_bias == "auto" else (float(options.init_bias),) * count
         super().__init__(context, options, biases)
 
