@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from byte_lm import VOCABULARY, ByteLM
 
 WAYS = ("close and destroy", "destroy, then close", "neither")
-LIMIT = 60.0
+LIMIT = 300.0
 """Seconds for a run."""
 
 

@@ -57,15 +57,18 @@ def script(seed: int) -> Script:
     events = sorted((draw.randrange(11), draw.randrange(ranks), draw.choice(kinds)) for _ in range(draw.randint(1, 3)))
     if draw.random() < 0.2:  # all ranks do the same
         events += [(step, rank, what) for step, _, what in events[:1] for rank in range(ranks)]
+    scaled = any(what == "scaler" for _, _, what in events)
+    # of sharded gradients a scaler asks all ranks: where one leaves the step out, the bare run stands still
+    sharded = draw.random() < 0.3 and not scaled
     last = max(step + {"skip3": 2, "skip6": 5, "pause": 2}.get(what, 0) for step, _, what in events)
     return {
         "seed": seed,
         "ranks": ranks,
-        "sharded": draw.random() < 0.3,
+        "sharded": sharded,
         "micro": draw.random() < 0.25,
         "every": draw.choice((1, 1, 4)),
         "loss": draw.choice(("after", "before", "never")),
-        "scaled": any(what == "scaler" for _, _, what in events),
+        "scaled": scaled,
         "events": events,
         "steps": last + AFTER,
     }

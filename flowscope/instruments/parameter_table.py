@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.instruments.instrument import Array
-from flowscope.sums.payload import Part, Sharing, flat, from_host, pack, packed_size, unpack
+from flowscope.sums.payload import Part, Sharing, flat, from_host, packed, packed_size, unpack
 from flowscope.sums.statistics import wide
 from flowscope.sums.vector_norms import Number
 from flowscope.torch_internals import is_flattened
@@ -132,11 +132,11 @@ class ParameterTable:
                 weighted = mine[SHARES] & (entries > 0)
                 sums[SHARES] = np.where(weighted, self.values[SHARES] * weights, 0.0)
             seen = np.where(weighted, weights, 0.0)
-            head = from_host(np.concatenate([sums.reshape(-1), seen.reshape(-1)]), sharing.device)
+            flags = packed(mine.reshape(-1), ranks)
+            head = from_host(np.concatenate([sums.reshape(-1), seen.reshape(-1), flags]), sharing.device)
             for vector, index in self._on_devices:
                 _add_device(head, flat([vector], sharing.device), np.array(index), owned, weights)
-            flags = from_host(mine.reshape(-1).astype(np.float64), sharing.device)
-            return torch.cat([head, pack(flags, ranks)])
+            return head
 
         def scatter(sums: Array) -> None:
             table = sums[: cut[0]].reshape(rows, count)

@@ -264,7 +264,8 @@ class Parameters(Instrument):
     def _parts(self, table: ParameterTable, sharing: Sharing, agreed: Mapping[str, int]) -> list[Part]:
         del agreed
         now = self._parameters.current()
-        sizes = np.array([0.0 if p is None else float(local(p.detach()).numel()) for p in now])
+        # of hundreds of plain parameters each further look would be felt
+        sizes = np.array([0 if p is None else (p if type(p) is nn.Parameter else local(p)).numel() for p in now], float)
         return [table.part(self.name, sharing, owned_by(now, sharing), sizes)]
 
     def _read(self, table: ParameterTable, out: RecordBuilder, parts: list[Array]) -> None:

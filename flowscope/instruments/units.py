@@ -31,7 +31,7 @@ from flowscope.model.hidden_state import AxisReader, hidden_input, hidden_output
 from flowscope.model.plan import display_path
 from flowscope.model.view import ModelView
 from flowscope.record_builder import RecordBuilder
-from flowscope.sums.payload import Part, Sharing, flat, local, pack, packed_size, unpack
+from flowscope.sums.payload import Part, Sharing, flat, local, pack, packed, packed_size, unpack
 from flowscope.sums.statistics import feature_last, spaced, wide
 
 SMOOTH_ZERO = 1e-5
@@ -302,9 +302,12 @@ class Counted:
         def gather() -> Tensor:
             if not sharing.states or vector is None:
                 return torch.zeros(size, dtype=wide(sharing.device), device=sharing.device)
+            seen = float(max(1, self.positions[probe]))
+            if vector.device.type == sharing.device.type == "cpu":
+                host = vector.reshape(-1).numpy()
+                return torch.from_numpy(np.concatenate([[seen], host[:head], packed(host[head:], ranks)]))
             row = flat([vector], sharing.device)
-            seen = torch.full_like(row[:1], float(max(1, self.positions[probe])))
-            return torch.cat([seen, row[:head], pack(row[head:], ranks)])
+            return torch.cat([torch.full_like(row[:1], seen), row[:head], pack(row[head:], ranks)])
 
         def scatter(sums: Array) -> None:
             if sums[0] > 0:

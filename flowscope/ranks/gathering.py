@@ -66,6 +66,10 @@ class Gathering:
         """Take a message of a neighbour, or (`source` is the own place) what this rank itself does."""
         RULES[message.kind](self, source, message)
 
+    def has_begun(self, stamp: Stamp) -> bool:
+        """Whether a node below has entered this step, or it is decided."""
+        return stamp in self._entries or stamp in self._over
+
     def lost(self, source: int) -> None:
         """The connection to a neighbour has ended, without a word."""
         if source == self.parent or source not in self._left:

@@ -166,8 +166,13 @@ class Node:
         self._thread.start()
 
     def enter(self, stamp: Stamp, table: Table, copy: HostCopy) -> None:
-        """Enter a sum with these numbers, which may be on their way from a device."""
-        self._ask(lambda: self._take(Message(Kind.SUM, stamp, entry=Entry(table, copy.read()[0]))))
+        """Enter a sum with these numbers, which may be on their way from a device.
+
+        A node with others below it takes them when those have sent theirs: one turn of the thread is enough for both.
+        """
+        self._todo.append(lambda: self._take(Message(Kind.SUM, stamp, entry=Entry(table, copy.read()[0]))))
+        if not self.gathering.children or self.gathering.has_begun(stamp):
+            self._rouse()
 
     def tell(self, kind: Kind, stamp: Stamp = NEVER, number: int = 0, text: str = "") -> None:
         """Tell the others something."""

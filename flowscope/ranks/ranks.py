@@ -35,7 +35,7 @@ from flowscope.observation.observation import Observation
 from flowscope.ranks.clock import fingerprint
 from flowscope.ranks.groups import Group, several_processes
 from flowscope.ranks.membership import SCHEDULE_STEPS, UNEVEN, Membership, layout_of
-from flowscope.ranks.wire import Entry, Kind, Message, Row, Stamp, Table
+from flowscope.ranks.wire import Entry, Kind, Message, Row, Stamp, Table, table_of
 from flowscope.records import OWN_LOSS, Array, Record
 from flowscope.schedule import Schedule
 from flowscope.steps.ended import EndedStep
@@ -360,9 +360,11 @@ class Ranks:
     def _vector(self, parts: list[Part], device: torch.device) -> tuple[Table, Tensor, list[Part]]:
         """The vector, what lies where in it, and the parts that this rank has; zeros where others may have more."""
         given = {part.name: part for part in parts}
-        rows = {name: row for name, row in self._rows.items() if self._observation.expects(name) and name != "replicas"}
-        rows |= {part.name: (part.name, part.size, part.largest) for part in parts}
-        table = Table(tuple(sorted(rows.values(), key=lambda row: (row[2], row[0]))))
+        rows = {part.name: (part.name, part.size, part.largest) for part in parts}
+        absent = {name: row for name, row in self._rows.items() if name not in rows and name != "replicas"}
+        rows |= {name: row for name, row in absent.items() if self._observation.expects(name)}
+        ordered = tuple(sorted(rows.values(), key=lambda row: (row[2], row[0])))
+        table = table_of(ordered)
         vector, taken = [], []
         for name, size, _ in table.rows:
             part = given.get(name)
@@ -432,10 +434,12 @@ class Ranks:
 
     def _replicas(self, ended: EndedStep, device: torch.device) -> list[Part]:
         """Every `desync_every`-th sum: the largest and the least norm of each replicated parameter over the ranks."""
-        every, replicated = self._observation.config.desync_every, self._observation.replicated()
+        every = self._observation.config.desync_every
+        due = bool(every) and not (self._count.samples - 1) % every
+        replicated = self._observation.replicated() if due else None
         if replicated is not None and (own := self._observation.view.own):
             replicated = replicated & [name not in own for name in self._observation.view.parameters.names]
-        if replicated is None or not replicated.any() or not every or (self._count.samples - 1) % every:
+        if replicated is None or not replicated.any():
             return []
         norms = torch.zeros(len(replicated), dtype=wide(device), device=device)
         if ended.snapshot is not None:

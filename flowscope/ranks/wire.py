@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -74,6 +74,12 @@ class Table:
         """Where each row's numbers lie."""
         ends = np.cumsum([count for _, count, _ in self.rows]).tolist()
         return {row: slice(end - row[1], end) for row, end in zip(self.rows, ends, strict=True)}
+
+
+@lru_cache(8)
+def table_of(rows: tuple[Row, ...]) -> Table:
+    """The table of these rows; what tells it from others is made once, as most sums have the same."""
+    return Table(rows)
 
 
 @dataclass(frozen=True)
