@@ -498,7 +498,7 @@ def _one_row(
     for child in children:
         inner = _same_numbers(child)
         samples = 0 if inner is None else single.get(sequence_number(inner), 0)
-        one = () if child is None else output_shape(child)
+        one: tuple[int, ...] = () if child is None else output_shape(child)
         if samples > 1 and one[:1] == (1,) and len(one) == len(shape) and shape[0] == samples:
             return one, shape
     return None

@@ -116,7 +116,7 @@ class KnownStreams(SitesOfAFlow):
 
     def _apart(self, streams: Tensor) -> Tensor:
         """Return streams as [B, T, S, D], which some packages keep as [T, B, S*D]."""
-        return streams if streams.shape[-2] == self._side else streams.unflatten(-1, (self._side, -1))
+        return streams if streams.shape[-2] == self._side else streams.view(*streams.shape[:-1], self._side, -1)
 
     def _arrived(self, row: int, gradient: Tensor | None) -> None:
         if gradient is not None:

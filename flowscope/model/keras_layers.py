@@ -33,7 +33,7 @@ def layers_of(model: Any) -> nn.Module:
         for inner in layer._flatten_layers():
             # a model that was built as a whole has registered no weight with its layers: asking does
             getattr(inner, "torch_params" if inner.built else "name", None)
-        opens = is_keras(layer) and getattr(layer, "_layers", ())
+        opens = is_keras(layer) and bool(getattr(layer, "_layers", ()))
         held.add_module(layer.name, layers_of(layer) if opens else layer)
     return held
 
@@ -42,7 +42,8 @@ def opened(model: Any) -> nn.Module:
     """What `watch` looks at: the layers of a Keras model, the same module each time; any other model itself."""
     if not is_keras(model):
         return model  # type: ignore[no-any-return]
-    held, known = layers_of(model), vars(model).get(_HELD)
+    held = layers_of(model)
+    known: nn.Module | None = vars(model).get(_HELD)
     if known is None or _layers(known) != _layers(held):
         vars(model)[_HELD] = known = held  # it lives as long as the model: a scope keeps none alive
     return known

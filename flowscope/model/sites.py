@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -295,8 +295,8 @@ def reach_in(
         if wraps(trace, path):
             sites = [site.module for carry in trace.traced[path].strict for site in carry.sites]
             names = inner_blocks(sites, trace.traced[path].missed)
-            found = [f"{path}.{name}" if path else name for name in names]
-            inside[path] = {at: display_path(at.rpartition(".")[0]) or "network" for at in found}
+            paths = [f"{path}.{name}" if path else name for name in names]
+            inside[path] = {at: display_path(at.rpartition(".")[0]) or "network" for at in paths}
     further = {at: flow for found in inside.values() for at, flow in found.items()}
     if not further:
         return trace, blocks
@@ -354,7 +354,7 @@ class OutsideUse(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":
             self.seen.update({id(x): x for x in nested_tensors((args, kwargs or {}))})
-            two = args[:2] if func in ADDS else ()
+            two: Sequence[Any] = args[:2] if func in ADDS else ()
             self.adds |= len(two) == 2 and all(map(is_feature_tensor, two)) and two[0].shape == two[1].shape
         return func(*args, **(kwargs or {}))
 

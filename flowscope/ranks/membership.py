@@ -155,7 +155,7 @@ class Membership:
         store.add(self._place, 1)
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+        return dist.distributed_c10d._get_process_group_store(dist.distributed_c10d._get_default_group())
 
     def _join(self) -> None:
         group = self.party()

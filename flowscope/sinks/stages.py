@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Chain:
                     labels[key] = (*labels.get(key, ()), *_named(at, names[cut:]))
         specs = {name: spec for header in headers for name, spec in header.metrics.items()}
         shown_by = {kind: shown for header in headers for kind, shown in header.shown_by.items()}
-        told = {"labels": labels, "metrics": specs, "shown_by": shown_by, "setup": {}, "behind": {}}
+        told: dict[str, Any] = {"labels": labels, "metrics": specs, "shown_by": shown_by, "setup": {}, "behind": {}}
         self.header = replace(headers[-1], flows=(self._flow,), **told)
 
     def _cut(self, stage: int, names: Sequence[str]) -> int:
@@ -90,7 +91,8 @@ class Chain:
         """A stage's alert, as one of the run."""
         flow = self._flow.name if alert.flow == self._flows[stage].name else alert.flow
         told = {"where": alert.where} if alert.where else {"message": alert.message}
-        return replace(alert, flow=flow, **{name: _named(stage, [text])[0] for name, text in told.items()})
+        named: dict[str, Any] = {name: _named(stage, [text])[0] for name, text in told.items()}
+        return replace(alert, flow=flow, **named)
 
     def record(self, records: Sequence[Record]) -> Record:
         """One record of the stages' records of one step."""

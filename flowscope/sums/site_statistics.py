@@ -82,4 +82,5 @@ def stream_cosine_sums(streams: Tensor, limit: int) -> Tensor:
 def stream_energies(streams: Tensor, limit: int) -> Tensor:
     """Return [S], the sum of squares of each stream of [B, T..., S, D], at most `limit` evenly spaced positions."""
     flat = spaced_streams(streams.detach(), limit).to(wide(streams.device))
-    return torch.linalg.vecdot(flat, flat).sum(0)
+    energies: Tensor = torch.linalg.vecdot(flat, flat).sum(0)
+    return energies
