@@ -119,6 +119,16 @@ def liven(model: nn.Module) -> None:
                 p.add_(torch.randn(p.shape, generator=generator).to(p) * 0.1)
 
 
+def calibrate(model: nn.Module, inputs: Inputs) -> None:
+    """Give batch norms the statistics of two batches: at 0 and 1 an untrained net's signal may grow to 1e13."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            module.reset_running_stats()
+            module.momentum = None
+    for seed in range(2):
+        run(model.train(), inputs, seed)
+
+
 def run(model: nn.Module, inputs: Inputs, seed: int) -> list[Tensor]:
     """Return the output without gradient, the same randomness each time."""
     args, kwargs = inputs(seed)
@@ -203,7 +213,10 @@ def idle_parameters(model: nn.Module, inputs: Inputs, plain: set[str]) -> str:
         for _, connection in found:
             for p in connection.parameters():
                 p.add_(torch.randn(p.shape, generator=generator).to(p) * 0.05)
-    moving = reached(model, inputs)
+    moving = reached(model.eval(), inputs)
+    moving |= reached(
+        model.train(), inputs
+    )  # untrained and evaluated, a deep net's signal may close every gate for good
     idle = [
         f"{path}.{name}"
         for path, connection in found
@@ -260,7 +273,9 @@ def judge(
     """Fill a row."""
     try:
         model, inputs = make()
-        liven(model.eval())
+        liven(model)
+        calibrate(model, inputs)
+        model.eval()
         row.expected, row.inner = count_merges(copy.deepcopy(model), inputs)
     except TimeoutError:
         raise
