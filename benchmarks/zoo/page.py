@@ -15,7 +15,7 @@ TITLES = {
     "timm": "timm's families",
     "libraries": "vit-pytorch, x-transformers, diffusers",
 }
-HEAD = """# The zoo: `watch` and `wrap` on models of five libraries
+HEAD = """# The zoo: `watch` and `wrap` on models of other libraries
 
 Written by `python -m benchmarks.zoo`. *Merges* is the count from the plain model's autograd graph: adds where one
 operand is the other's ancestor and a layer with weights lies between; a second count that shares no code with
