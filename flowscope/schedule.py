@@ -16,7 +16,7 @@ BUDGET = 0.01
 """The share of a step that flowscope may take where nothing else is asked for."""
 SHORTEST, LONGEST = 10, 80
 """Each so many steps one is sampled. A sparse watcher is a blind one: beyond `LONGEST` only who asks for a budget."""
-STAYS = 20
+STAYS = 100
 """So many intervals in a row are alike before one is twice as long: faults show early, and short runs are dense."""
 SLACK = 0.8
 """The interval is halved again where the cost would be within this share of the budget."""
