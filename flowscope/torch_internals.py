@@ -316,6 +316,15 @@ foreach_norm = torch._foreach_norm
 """The norm of each tensor, in one pass over all."""
 
 
+def log_softmax_backward(grad: Tensor, output: Tensor, axis: int) -> Tensor:
+    """The gradient of what a log softmax along an axis was given, from those of its output: one pass, as torch's own.
+
+    grad - exp(output) * sum(grad along the axis).
+    """
+    result: Tensor = torch.ops.aten._log_softmax_backward_data(grad, output, axis, grad.dtype)
+    return result
+
+
 # -- calls on the stack, by the names torch gives their functions -----------------------------------------------------
 
 

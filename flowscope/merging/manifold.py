@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowscope.merging.connection import ConnectionContext, ModeOptions
 from flowscope.merging.projection import project_normalised
 from flowscope.merging.streams import Coefficients, StreamConnection, StreamOptions
-from flowscope.torch_internals import exporting
+from flowscope.torch_internals import exporting, log_softmax_backward
 
 _EPS = 1e-20  # the paper's
 _HOT = 0.94  # first read of its own stream; the others share the rest (a uniform read is a saddle: nothing learns)
@@ -70,7 +70,7 @@ def _backward(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
     steps = _iterates(logits, iterations)
     grad = grad.contiguous() * steps[-1].exp()
     for step in range(2 * iterations - 1, -1, -1):
-        grad = torch.ops.aten._log_softmax_backward_data(grad, steps[step], step % 2, grad.dtype)
+        grad = log_softmax_backward(grad, steps[step], step % 2)
     return grad
 
 
