@@ -103,8 +103,9 @@ def group_rows(values: Array, limit: int, log: bool) -> tuple[Array, NDArray[np.
         middle = np.zeros((len(values), 1))
         some = np.isfinite(seen).any(axis=1)
         middle[some] = np.nanmedian(seen[some], axis=1, keepdims=True)
-        distance = np.abs(scaled - middle)
-    distance = np.where(np.isnan(values), -1.0, np.nan_to_num(distance, nan=np.inf, posinf=np.inf))
+        distance = np.abs(np.subtract(scaled, middle, out=seen), out=seen)  # a record may have millions of rows
+    distance[np.isnan(distance)] = np.inf
+    distance[np.isnan(values)] = -1.0
     records = np.arange(len(values))
     columns = [
         values[records, start + distance[:, start:end].argmax(axis=1)] for start, end in pairwise(edges.tolist())

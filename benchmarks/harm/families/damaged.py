@@ -102,8 +102,9 @@ def _shuffled(lines: list[bytes], random: Random) -> bytes:
 
 
 def _foreign(lines: list[bytes], random: Random) -> bytes:
+    foreign = [*LINES, lines[0].decode().encode("utf-16")]
     for _ in range(random.choice([1, 4])):
-        lines.insert(random.randrange(len(lines) + 1), random.choice([*LINES, lines[0].decode().encode("utf-16")]))
+        lines.insert(random.randrange(len(lines) + 1), random.choice(foreign))
     return b"".join(lines)
 
 
