@@ -36,7 +36,7 @@ class Row:
         group: what it stands for (a family, a task).
         expected: merges in the plain model's graph, outside branches.
         inner: and inside branches.
-        watched: "" where `watch` recorded finite numbers, else why not.
+        watched: "" where `watch` recorded finite numbers, else why not; None where it was not asked.
         sites: of each mode, how many merges have a connection.
         faults: of each mode, what is wrong; "silent" in front where nothing was raised.
         refused: what `wrap` says it left alone.
@@ -48,7 +48,7 @@ class Row:
     broken: str = ""
     expected: int = 0
     inner: int = 0
-    watched: str = ""
+    watched: str | None = None
     sites: dict[str, int] = field(default_factory=dict)
     changes: dict[str, float] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Row:
             return f"| {self.group} | {self.name} | does not run here: {self.broken} ||||||"
         cells = [self.cell(mode) for mode in MODES]
         worst = max(self.changes.values(), default=math.nan)
-        watched = "no" if self.watched else "yes"
+        watched = "-" if self.watched is None else "no" if self.watched else "yes"
         merges = f"{self.expected} + {self.inner}" if self.inner else self.expected
         head = (self.group, f"{self.name} {self.about}".strip(), merges, watched, *cells, f"{worst:.0e}")
         return f"| {' | '.join(map(str, head))} | {self.note()} |"
@@ -283,7 +283,7 @@ def judge(
         row.broken = row.broken or one_line(error, 120)
         return row
     try:
-        row.watched = watch_one(model, inputs) if watch else ""
+        row.watched = watch_one(model, inputs) if watch else None
     except TimeoutError:
         raise
     except Exception as error:
@@ -293,6 +293,8 @@ def judge(
             judge_mode(row, model.eval(), inputs, mode)
         except TimeoutError:
             raise
+        except FlowscopeError as error:
+            row.faults[mode] = f"in training: {one_line(error)}"
         except Exception as error:
             row.faults[mode] = f"silent: {one_line(error)}"
     gc.collect()

@@ -39,10 +39,9 @@ def score(rows: list[Row]) -> str:
     """Return the figures of a section."""
     running = [row for row in rows if not row.broken]
     merging = [row for row in running if row.expected]
-    lines = [
-        f"{len(running)} of {len(rows)} run here, {len(merging)} of them with identity merges. "
-        f"Watched: {share(sum(not row.watched for row in running), len(running))}."
-    ]
+    watched = [row for row in running if row.watched is not None]
+    lines = [f"{len(running)} of {len(rows)} run here, {len(merging)} of them with identity merges."]
+    lines += [f"Watched: {share(sum(not row.watched for row in watched), len(watched))}."] if watched else []
     for mode in MODES:
         if not any(mode in row.sites or mode in row.faults for row in merging):
             continue  # not asked of this zoo
@@ -53,7 +52,8 @@ def score(rows: list[Row]) -> str:
             f"`{mode}`: {share(len(passing), len(merging))} models, "
             f"{share(sites, sum(row.expected for row in merging))} merges, {wrong} wrong."
         )
-    without = [row.group if row.group not in ("causal", "masked") else row.name for row in running if not row.expected]
+    families = len({row.group for row in rows}) == len(rows)
+    without = [row.group if families else row.name for row in running if not row.expected]
     lines += [f"Without an identity merge: {', '.join(without)}."] if without else []
     return "\n".join(lines)
 
