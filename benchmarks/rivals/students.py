@@ -115,9 +115,10 @@ def pretrained(student: Student, root: Path = FOLDER, steps: int = PRETRAINING) 
 
 def beginner(student: Student, seed: int, root: Path = FOLDER) -> nn.Module:
     """Return the pretrained student with a head drawn by the seed, about to be tuned."""
+    taught = pretrained(student, root)  # before the seed: the run that teaches it draws random numbers
     torch.manual_seed(seed)
     model = student.build(False)
-    known = {key: value for key, value in pretrained(student, root).items() if key in model.state_dict()}
+    known = {key: value for key, value in taught.items() if key in model.state_dict()}
     model.load_state_dict(known, strict=False)
     return model
 
