@@ -267,8 +267,8 @@ def compiler_was_imported() -> bool:
 
 
 def frames_compiled() -> int:
-    """Grows with everything that torch.compile traces in this process."""
-    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
+    """Grows with everything that torch.compile traces in this process, the same code for another model included."""
+    return sum(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {}).values())
 
 
 _BEFORE_COMPILING: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()

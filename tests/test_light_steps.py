@@ -350,7 +350,6 @@ def test_an_instrument_from_outside_sees_every_step_unless_it_says_otherwise(say
 def test_what_is_compiled_keeps_its_hooks() -> None:
     model, late = Stack(2), Stack(2)
     for net, at in ((model, 0), (late, FIRST + 3)):
-        torch._dynamo.reset()
         optimizer = sgd(net)
         with watched(net, optimizer, every=20) as scope:
             for k in range(23):

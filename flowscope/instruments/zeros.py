@@ -45,7 +45,7 @@ PRODUCTS = ("MulBackward", "DotBackward", "MvBackward")
 class Zeros(Instrument):
     """What is known of parameters that never had a gradient other than exactly 0; stands behind what reads norms."""
 
-    name = "zeros"
+    name = "zero_gradients"
     metrics = (
         Metric(
             "param_idle",

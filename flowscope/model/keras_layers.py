@@ -55,6 +55,8 @@ def _layers(held: nn.Module) -> list[int]:
 
 def untrained(held: nn.Module) -> Iterator[str]:
     """The names of what Keras keeps as parameters and nobody trains: running means, states of random numbers."""
+    if "keras" not in sys.modules:
+        return
     for path, layer in held.named_modules():
         if _PARAMETERS in layer._modules and getattr(layer, "trainable", False):
             fixed = [variable.path for variable in layer.variables if not variable.trainable]
