@@ -506,7 +506,7 @@ def _one_row(
 
 def _added_up(node: Any, parents: Mapping[int, list[Any]]) -> bool:
     """Whether the terms of a choice are added up along some of their axes and not divided by how many they were."""
-    while len(above := parents.get(id(node), ())) == 1:
+    while len(above := parents.get(id(node), [])) == 1:
         node = above[0]
         if node.name().startswith("SumBackward") and output_shape(node):
             return not any(parent.name().startswith(("Div", "Mul")) for parent in parents.get(id(node), ()))

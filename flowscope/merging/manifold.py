@@ -53,7 +53,8 @@ def _project(logits: Tensor, iterations: int) -> Tensor:
     steps, so that what it writes needs no flowscope.
     """
     if torch.compiler.is_compiling() and not exporting():
-        return _operator(logits, iterations)
+        whole: Tensor = _operator(logits, iterations)
+        return whole
     rule = _TracedProjection if torch.compiler.is_compiling() else _Projection
     result: Tensor = rule.apply(logits, iterations)  # type: ignore[no-untyped-call]
     return result

@@ -129,7 +129,8 @@ class StreamConnection(Connection):
         """Return the first streams [B, T..., S, D] of x [B, T..., D]."""
         scale = getattr(self, "stream_scale", None)
         if scale is not None:
-            return x.unsqueeze(-2) * scale.to(x.dtype)
+            scaled: Tensor = x.unsqueeze(-2) * scale.to(x.dtype)
+            return scaled
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, self.features).contiguous()
 
     def merge(self, site: int, state: State, x: Tensor, f: Tensor) -> tuple[Tensor, State]:

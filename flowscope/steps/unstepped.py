@@ -45,7 +45,8 @@ class Unstepped:
         self._calls, self._forwards = 0, 0
         self._before = (-1, -1)
         """How many gradients were there, and how often they had been written to."""
-        self._some, self._tell = lambda: (*some(), *_firsts(own.known)), tell
+        self._some: Callable[[], Iterable[Tensor | None]] = lambda: (*some(), *_firsts(own.known))
+        self._tell = tell
         self._none: Callable[[], bool] = lambda: bool(own.known) and not turns.now
         self._others: Callable[[], int] = lambda: turns.foreign
         self.reason: Callable[[], str] = lambda: _reason(own.known, turns, ran=self._forwards > 0)

@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flowscope.records import Array
@@ -77,7 +79,7 @@ def flat(tensors: list[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def from_host(values: Array, device: torch.device) -> Tensor:
+def from_host(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return numbers of the host as one row on `device`, without waiting for it."""
     row = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).reshape(-1)).to(wide(device))
     return row if device.type == "cpu" else row.pin_memory().to(device, non_blocking=True)
@@ -104,7 +106,7 @@ def pack(flags: Tensor, ranks: int) -> Tensor:
     return padded.view(count, width) @ from_host((ranks + 1.0) ** np.arange(width), flags.device).to(flags.dtype)
 
 
-def packed(flags: Array, ranks: int) -> Array:
+def packed(flags: NDArray[Any], ranks: int) -> Array:
     """The same of flags on the host."""
     width, count = digits(ranks), packed_size(flags.size, ranks)
     padded = np.zeros(count * width)
