@@ -2,7 +2,8 @@
 
 All environments see one below them, `.stacks/base`, with torch and flowscope's own needs. Each adds its stack's
 packages to it, one upon the other, so that stacks share what they have in common. Where an environment cannot be made,
-or `--python` names interpreters and none has the packages, the stack is skipped by name, with the reason.
+or `--python` names interpreters and none has the packages, the stack is skipped by name, with the reason. Where NAMEs
+are given, the rows of the other stacks are those of their last run.
 """
 
 from __future__ import annotations
@@ -113,11 +114,14 @@ def main() -> int:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--python", action="append", type=Path, default=[])
     given = parser.parse_args()
-    rows = {}
+    kept = ROOT / ".stacks" / "rows.json"
+    kept.parent.mkdir(exist_ok=True)
+    rows: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.exists() else {}
     for name in given.names:
         rows[name] = run(name, given.python)
+        kept.write_text(json.dumps(rows))
         print(name, rows[name], flush=True)
-    text = table(rows)
+    text = table({name: rows[name] for name in STACKS if name in rows})
     print(text)
     if given.write is not None:
         page = given.write.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 
-from .case import COLUMNS, Seen, counted, judge
+from .case import Seen, counted, judge
 from .programs import STACKS
 
 
@@ -18,8 +18,7 @@ def main() -> None:
     seen = Seen()
     with counted(seen):
         scope = STACKS[sys.argv[1]].train(seen)
-    row = scope if isinstance(scope, dict) else judge(scope, seen)  # a worker elsewhere has judged already
-    print("\nSTACK " + json.dumps({name: row[name] for name in COLUMNS}), flush=True)
+    print("\nSTACK " + json.dumps(judge(scope, seen)), flush=True)
 
 
 if __name__ == "__main__":

@@ -489,32 +489,6 @@ def geometric(seen: Seen) -> Any:
     return scope
 
 
-def ray(seen: Seen) -> Any:
-    import ray as package
-    from ray.train import ScalingConfig
-    from ray.train.torch import TorchTrainer, prepare_model
-
-    def worker() -> None:
-        from stacks.case import Seen, counted, judge
-
-        seen = Seen()
-        with counted(seen):
-            bare = net(seen)
-            model = prepare_model(bare)
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-            with flowscope.watch(model, optimizer, every=1) as scope:
-                for x, y in batches():
-                    optimizer.zero_grad()
-                    loss = loss_of(model(x), y)
-                    loss.backward()
-                    optimizer.step()
-                    scope.step(loss=loss)
-        package.train.report(judge(scope, seen))
-
-    package.init(num_cpus=2, include_dashboard=False)
-    return TorchTrainer(worker, scaling_config=ScalingConfig(num_workers=1)).fit().metrics
-
-
 def ignite(seen: Seen) -> Any:
     from ignite.engine import create_supervised_trainer
 
@@ -620,6 +594,18 @@ def sb3(seen: Seen, algorithm: str, place: str) -> Any:
 # -- models that are no stacks of blocks
 
 
+LIBRARIES: list[torch.library.Library] = []
+"""What a library defines goes with it."""
+
+
+def torchvision_loads() -> None:
+    """Define the operators that torchvision's import asks for: beside a CPU torch its wheel has none. Never called."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
+            LIBRARIES[-1].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 def vision(seen: Seen, model: nn.Module, loss: Callable[[nn.Module], Any], steps: int = 4) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     with flowscope.watch(model, optimizer, every=1) as scope:
@@ -633,6 +619,7 @@ def vision(seen: Seen, model: nn.Module, loss: Callable[[nn.Module], Any], steps
 
 
 def retinanet(seen: Seen) -> Any:
+    torchvision_loads()
     from torchvision.models.detection import retinanet_resnet50_fpn
 
     torch.manual_seed(0)
@@ -644,6 +631,7 @@ def retinanet(seen: Seen) -> Any:
 
 
 def timm(seen: Seen) -> Any:
+    torchvision_loads()
     import timm as package
 
     torch.manual_seed(0)
@@ -655,6 +643,7 @@ def timm(seen: Seen) -> Any:
 
 
 def segmentation(seen: Seen, name: str) -> Any:
+    torchvision_loads()
     import segmentation_models_pytorch as smp
 
     torch.manual_seed(0)
@@ -700,7 +689,6 @@ STACKS = {
     "DeepSpeed ZeRO 1": Stack(deepspeed, "watch", ("deepspeed",), ("deepspeed",)),
     "DeepSpeed ZeRO 3": Stack(part(deepspeed, stage=3), "watch", ("deepspeed",), ("deepspeed",)),
     "PyTorch Geometric": Stack(geometric, "watch", ("torch-geometric",), ("torch_geometric",)),
-    "Ray Train": Stack(ray, "watch in the worker", ("ray[train]",), ("ray",)),
     "Ignite": Stack(ignite, "adapter", ("pytorch-ignite",), ("ignite",)),
     "MONAI": Stack(monai, "handler", ("pytorch-ignite", "monai"), ("monai", "ignite")),
     "skorch": Stack(skorch, "callback", ("skorch",), ("skorch",)),
