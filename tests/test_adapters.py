@@ -21,6 +21,7 @@ import torch
 from stand_ins import standing_in
 from torch import Tensor, nn
 
+import flowscope
 from flowscope.detectors import Detector
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -241,6 +242,29 @@ def test_keras(use: Use) -> None:
     assert np.isfinite(products(watcher.scope)[0]).all()
     assert (records[-1]["update_ratio"] > 0).all()
     assert no_warning(watcher.scope)
+
+
+def test_a_bare_watch_of_a_keras_model_finds_its_layers(use: Use) -> None:
+    keras = use("keras")
+    x, y = data()
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(8, "tanh", name=f"hidden{i}") for i in range(3)]
+    model = keras.Sequential([keras.Input((D,)), *layers, keras.layers.Dense(K, name="logits")])
+    optimizer = torch.optim.SGD([variable.value for variable in model.variables], 0.1)
+    with flowscope.watch(model, optimizer, every=1, config={"console": "off"}) as scope:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(torch.as_tensor(x)), torch.as_tensor(y).long().reshape(-1))
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    last = scope.records[-1]
+    assert last.loss == pytest.approx(loss.item())
+    assert list(last.labels("gradient_product")) == ["hidden0", "hidden1", "hidden2", "logits"]
+    norms = dict(zip(last.labels("param_grad_norm"), last["param_grad_norm"], strict=True))
+    expected = {variable.value.grad.norm().item() for variable in model.variables}
+    assert len(norms) == 8
+    assert {round(value, 5) for value in norms.values()} == {round(value, 5) for value in expected}
 
 
 @pytest.mark.parametrize("algorithm", ["PPO", "A2C", "DQN", "SAC", "TD3"])

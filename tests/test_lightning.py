@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -412,3 +413,29 @@ def test_a_second_fit_starts_a_new_scope() -> None:
     assert watcher.scope is not first
     assert watcher.scope is not None
     assert [r.step for r in watcher.scope.records] == [0, 1]
+
+
+class Tunable(Lit):
+    """Its rate is looked for first."""
+
+    lr = 0.05
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_a_fit_after_a_search_for_the_rate_has_its_own_steps(tmp_path: Path) -> None:
+    """The search runs steps and puts the weights back: they are no steps of the fit."""
+    watcher, model = FlowscopeCallback(every=1), Tunable()
+    trainer = make_trainer(watcher, default_root_dir=tmp_path)
+    found = Tuner(trainer).lr_find(model, train_dataloaders=data(8), num_training=6, min_lr=1e-4, max_lr=1e-2)
+    assert found is not None
+    searched = len(model.losses)
+    assert searched >= 6
+    trainer.fit(model, data())
+    assert watcher.scope is not None
+    records = list(watcher.scope.records)
+    assert [r.step for r in records] == [0, 1, 2, 3]
+    assert [r.loss for r in records] == pytest.approx(model.losses[searched:], rel=1e-6)
+    assert all(np.isfinite(r["grad_norm"]).all() for r in records)
+    assert not watcher.scope.alerts
