@@ -60,9 +60,9 @@ LEFT_OUT = (
 )  # fmt: skip
 ENTRANCES = (
     "flowscope.scope.watch", "flowscope.scope.Scope.", "flowscope.hooks.attention_calls.Looking.__torch",
-    "flowscope.hooks.steps_of_all._before", "flowscope.hooks.steps_of_all._after",
+    "flowscope.hooks.steps_of_all._before", "flowscope.hooks.steps_of_all._after", "flowscope.meter.Meter.__init__",
 )  # fmt: skip
-"""What the user's program or torch calls straight; their insides are tried."""
+"""What the user's program or torch calls straight, and what the guard is made of; their insides are tried."""
 SPECIAL = (
     "__init_subclass__",
     "__class_getitem__",
