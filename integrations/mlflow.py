@@ -10,6 +10,7 @@ step. Alerts: the artifact `flowscope/alerts.txt` and the tag `flowscope.alerts`
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,9 @@ except ImportError as error:
     raise FlowscopeError(
         'flowscope.integrations.mlflow needs MLflow, which is not installed: pip install "flowscope[mlflow]".'
     ) from error
+
+MOST = 1000
+"""Batches whose end `close` waits for, the newest: several threads of MLflow send them, in any order."""
 
 
 class MlflowSink:
@@ -64,7 +68,7 @@ class MlflowSink:
         self._metrics, self._prefix, self._synchronous = listed(metrics), prefix, synchronous
         self._standing = StandingAlerts()
         self._lines: list[str] = []
-        self._under_way: list[Any] = []
+        self._under_way: deque[Any] = deque(maxlen=MOST)
 
     def write(self, event: Event) -> None:
         """Log a record or an alert; raises what the store raises."""
@@ -74,7 +78,7 @@ class MlflowSink:
             batch = [Metric(f"{self._prefix}/{name}", value, now, event.step) for name, value in numbers.items()]
             sent = self._client.log_batch(self._run_id, metrics=batch, synchronous=self._synchronous)
             if sent is not None:
-                self._under_way = [sent]
+                self._under_way.append(sent)
         elif isinstance(event, Alert):
             self._standing.take(event)
             self._lines.append(str(event))
@@ -84,6 +88,5 @@ class MlflowSink:
 
     def close(self) -> None:
         """Wait for what is under way."""
-        under_way, self._under_way = self._under_way, []
-        for sent in under_way:
-            sent.wait()
+        while self._under_way:
+            self._under_way.popleft().wait()

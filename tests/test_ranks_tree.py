@@ -199,10 +199,13 @@ def test_sockets_that_break_and_nodes_that_close() -> None:
     peer.link.shutdown(socket.SHUT_RDWR)
     for node in nodes[:9]:
         node.enter((9, 0, 0), TABLE, HostCopy([torch.zeros(5, dtype=torch.float64)]))
-    assert [node.inbox.outcome((9, 0, 0), 5.0) for node in nodes[:9]] == [(True, None)] * 9
+    assert [node.inbox.outcome((9, 0, 0), 60.0) for node in nodes[:9]] == [(True, None)] * 9
     for node in nodes:  # also the two that entered nothing, a little later
         with node.inbox._news:
-            assert node.inbox._news.wait_for(lambda inbox=node.inbox: "has ended" in inbox.left, 5.0)
+            assert node.inbox._news.wait_for(lambda inbox=node.inbox: "has ended" in inbox.left, 60.0)
+    for node in nodes[:9]:  # who hears of it before the next step waits for nobody
+        node.enter((10, 0, 0), TABLE, HostCopy([torch.zeros(5, dtype=torch.float64)]))
+    assert [node.inbox.outcome((10, 0, 0), 60.0) for node in nodes[:9]] == [(True, None)] * 9
     for node in nodes:
         node.close()
 

@@ -169,9 +169,10 @@ class Node:
         """Enter a sum with these numbers, which may be on their way from a device.
 
         A node with others below it takes them when those have sent theirs: one turn of the thread is enough for both.
+        Once a rank has left, nobody sends any more.
         """
         self._todo.append(lambda: self._take(Message(Kind.SUM, stamp, entry=Entry(table, copy.read()[0]))))
-        if not self.gathering.children or self.gathering.has_begun(stamp):
+        if not self.gathering.children or self.inbox.left or self.gathering.has_begun(stamp):
             self._rouse()
 
     def tell(self, kind: Kind, stamp: Stamp = NEVER, number: int = 0, text: str = "") -> None:
