@@ -63,6 +63,17 @@ ENTRANCES = (
     "flowscope.hooks.steps_of_all._before", "flowscope.hooks.steps_of_all._after", "flowscope.meter.Meter.__init__",
 )  # fmt: skip
 """What the user's program or torch calls straight, and what the guard is made of; their insides are tried."""
+NEEDED = {
+    COMING: (
+        "flowscope.records.Record.__init__", "flowscope.steps.losses.StepLoss.__init__",
+        "flowscope.steps.ended.EndedStep.__init__",
+    ),
+    NOTHING_LEFT: (
+        "flowscope.hooks.hooks.Hooks.keep", "flowscope.hooks.handles.ParameterHook.remove",
+        "flowscope.hooks.handles.ModuleHook.remove",
+    ),
+}  # fmt: skip
+"""What cannot hold without them: no record where none can be made, no hook taken off by what raises. The rest holds."""
 SPECIAL = (
     "__init_subclass__",
     "__class_getitem__",
@@ -345,9 +356,9 @@ def attacks(plan: Plan) -> Iterator[Outcome]:
         with broken(known[code], fault):
             seen = run(LOOPS[name], fault)
         if fault.calls >= fault.at:
-            yield from _judged(
-                f"{name}: {known[code].name} in {phase}, call {fault.at}", phase, seen, bare[name], good[name]
-            )
+            case = f"{name}: {known[code].name} in {phase}, call {fault.at}"
+            judged = _judged(case, phase, seen, bare[name], good[name])
+            yield from (outcome for outcome in judged if known[code].name not in NEEDED.get(outcome.row, ()))
 
 
 def _judged(case: str, phase: str, seen: Seen, bare: Seen, good: Seen) -> Iterator[Outcome]:
