@@ -361,3 +361,24 @@ def test_what_is_compiled_keeps_its_hooks() -> None:
             assert last.step == 20
             assert np.isfinite(last.metrics["grad_norm"]).all()
             assert not any(note.startswith("no hook fired") for note in last.notes)
+
+
+@pytest.mark.parametrize("at", [14, 17])
+def test_a_bad_gradient_under_a_finite_loss_is_told_at_its_step(at: int) -> None:
+    """A root at 0 spoils the backward pass; by the next step the weights have spoiled the loss."""
+    model = Stack(2)
+    optimizer = sgd(model)
+    with watched(model, optimizer, every=20) as scope:
+        for k in range(at + 4):
+            optimizer.zero_grad()
+            answer = model(data(k)[0])
+            root = (answer * 0).square().sum().sqrt() if k == at else 0.0
+            loss = nn.functional.mse_loss(answer, data(k)[1]) + root
+            assert torch.isfinite(loss) == (k <= at)
+            assert hooks_on(model) == 0 or k != at  # nobody looks at this step
+            loss.backward()
+            optimizer.step()
+            scope.step(loss=loss)
+    [alert] = [alert for alert in scope.alerts if alert.kind == "non_finite"]
+    assert alert.step == at
+    assert "backward pass" in alert.message

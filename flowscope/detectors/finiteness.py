@@ -38,7 +38,8 @@ BETWEEN = {
     "division without eps. If the weights themselves are not finite, the step before spoilt them",
     "loss": "a mean over nothing is NaN: look for an empty batch, labels that are all ignored, a mask that hides all. "
     f"Else log or division without eps; {PINPOINT}",
-    "backward": "often it is a root (norm, distance) or a log at 0: add eps inside. "
+    "backward": "often it is a root (norm, distance) or a log at 0 (add eps inside), or a row that a mask leaves "
+    "nothing to attend to. "
     f"{PINPOINT}, torch.autograd.set_detect_anomaly(True) the operation",
 }
 """Of a step between two records, of which only the part is known."""

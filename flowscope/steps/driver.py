@@ -45,7 +45,7 @@ class StepDriver:
         losses: which step a loss belongs to.
         ended: the steps on their way to records.
         ranks: the other processes.
-        light: the steps of which nothing is looked at but the loss.
+        light: the steps of which little is looked at but the loss.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a step shows without being sampled, for next to nothing: its loss, its rate, whether a weight was written to."""
+"""What a step shows unsampled, for next to nothing: its loss, its rate, a gradient, whether a weight was written to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowscope.model.parameters import ParameterList
@@ -22,6 +23,8 @@ BEYOND = 2.0
 """A loss above the largest of those before by this many times its distance from their middle jumps."""
 LEAST_RISE = 0.1
 """However little they scatter, by this share of their middle."""
+ENTRIES = 1024
+"""So many of a gradient are asked whether they are finite: what is not, in backward, is so in all that lies before."""
 RATE_FACTOR = 4.0
 """A rate that changes by this factor within some steps is no schedule's slope."""
 
@@ -61,6 +64,19 @@ class Glance:
     def is_unusual(self, loss: float) -> bool:
         """Whether a loss is not finite, or far above those before."""
         return loss - loss != 0.0 or loss > self._limit
+
+    def bad_gradient(self, optimizer: Any) -> Tensor | None:
+        """Entries of the gradient nearest to the input, if not all are finite.
+
+        On a device nobody waits to know, and what a GradScaler has found and leaves out is no news.
+        """
+        gradient = next((p.grad for p in self._some if p.grad is not None), None)
+        if gradient is None or not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_complex():
+            return None
+        if not gradient.numel() or getattr(optimizer, "found_inf", None) is not None:
+            return None
+        entries = gradient.detach().flatten()[:ENTRIES]
+        return None if math.isfinite(entries.abs().max().item()) else entries
 
     def has_changed(self, optimizer: Any) -> bool:
         """Whether the rate has jumped, or nothing was written to the weights since the last look."""

@@ -1,10 +1,11 @@
-"""Steps of which nothing is looked at but the loss, from one sampled step to the next.
+"""Steps of which little is looked at but the loss, from one sampled step to the next.
 
 Between two samples the hooks of the model are off (flowscope/hooks/handles.py), the optimizers' own hook counts, and
 `scope.step` keeps a number. What goes another way than the steps before (an optimizer nobody knew, a skipped step, a
 call of the scope) ends this at once, and from there on all is done as in any step.
 
-Where a loss is not finite or jumps, a rate jumps, or nothing writes to the weights any more, the next step is sampled.
+Where a gradient is not finite, its step is judged as the canary of any step judges it. Where a loss is not finite or
+jumps, a rate jumps, or nothing writes to the weights any more, the next step is sampled.
 """
 
 from __future__ import annotations
@@ -118,6 +119,11 @@ class LightSteps:
         elif step + 1 >= self._due or (not step & SELDOM and self._unusual(optimizer)):
             self.leave()
             self._clock.hear(optimizer, args, kwargs)
+        elif (bad := self._glance.bad_gradient(optimizer)) is not None:
+            self.leave()
+            self._observation.hooks.canary.count("backward", bad)
+            self._clock.hear(optimizer, args, kwargs)
+            self._count.want()
         else:
             self._made[optimizer] += 1
             self._values.append(None)
