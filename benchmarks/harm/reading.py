@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.harm.patience import OutOfPatience, patience
+from benchmarks.patience import OutOfPatience, patience
 from flowscope import live
 from flowscope.cli import main
 from flowscope.errors import FlowscopeError

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import flowscope
+from benchmarks.patience import time_limit
 from benchmarks.trials.case import padded
 from benchmarks.zoo.images import with_operators
-from benchmarks.zoo.judging import time_limit
 from benchmarks.zoo.text import LARGEST, MAPPINGS, SIZES, build, logits_of
 
 TRIALS = "causality,samples,padding,recomputation,determinism,train_eval,saving,labels,loss_start"

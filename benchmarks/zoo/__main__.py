@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.patience import time_limit
 from benchmarks.zoo import images, libraries, page, text
-from benchmarks.zoo.judging import Row, time_limit
+from benchmarks.zoo.judging import Row
 
 ZOOS = {"text": (text, "transformers"), "timm": (images, "timm"), "libraries": (libraries, "diffusers")}
 SECONDS = 120

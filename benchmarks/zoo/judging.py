@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import math
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -299,19 +298,3 @@ def judge(
             row.faults[mode] = f"silent: {one_line(error)}"
     gc.collect()
     return row
-
-
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after some seconds of processor time."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    previous = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, previous)

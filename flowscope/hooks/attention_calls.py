@@ -253,6 +253,6 @@ class Looking(FunctionMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Look no longer, where a fault left it on."""
+        """Look no longer, where it is on: a fault may have left it so."""
         if self.is_on_top():
             self.stop()

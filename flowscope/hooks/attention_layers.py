@@ -181,8 +181,7 @@ class AttentionLayers:
     def _leave_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # first, so that no fault leaves them on: that of a layer whose end failed is still there
         for looking in (self._inside, self._around) if not is_compiling() else (self._around,):
-            if looking.is_on_top():
-                looking.stop()
+            looking.remove()
         forward = None if is_compiling() else self.forward()
         if forward is not None:
             self._under_way.forward = None

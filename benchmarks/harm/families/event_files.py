@@ -25,8 +25,8 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from werkzeug.test import Client
 
 from benchmarks.harm.attack import Outcome, Plan
-from benchmarks.harm.patience import OutOfPatience, patience
 from benchmarks.harm.recorded import train
+from benchmarks.patience import OutOfPatience, patience
 from flowscope.views.plugin import FlowPlugin
 
 BESIDE = "event files: an intact run beside a damaged one stays visible"
